@@ -17,11 +17,6 @@ NAMING = {
     "penstock.compat.flash_rwkv": "other projects' names on the public functions",
     "penstock.compat.transformers": "other projects' names on the public functions",
     "penstock.bench.ladder": "earlier stages of one CUDA kernel, launched as that is",
-    "penstock.tune.passes": "tuning is of the block sizes of the recurrence's kernels",
-    "penstock.tune.trial": "the same",
-    "penstock.tune.tune": "the same",
-    "penstock.cli.tune": "the same",
-    "penstock.tune.shipped": "launches of the models, which are compiled ahead of time",
 }
 """The modules outside the families that import from one, and why they may. All others loop over the registered families."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import Complaints, RangeError
 from ..layers.keywords import suggestion
 from ..tokens.distributions import GATES
-from ..verify.inputs import Shape
+from ..tokens.shape import Shape
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PenstockError
+from ..tokens.shape import Shape
 from ..verify import oracle, rounding
-from ..verify.inputs import Inputs, Shape
+from ..verify.inputs import Inputs
 from ..verify.machine import using_threads
 from .calls import d_output, output_and_gradients, states
 from .candidates import Candidate, Mode

@@ -11,7 +11,8 @@ import torch
 from ..errors import Complaints, ImplementationRefused, ShapeError
 from ..tokens.distributions import GATES
 from ..tokens.pools import STEP_TOKENS
-from ..verify.inputs import Inputs, Shape
+from ..tokens.shape import Shape
+from ..verify.inputs import Inputs
 from . import clock
 from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, RangeError
-from ..verify.inputs import Shape
+from ..tokens.shape import Shape
 from ..verify.machine import Machine
 from .candidates import MODES
 from .exact import Deviation

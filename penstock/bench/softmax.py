@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..call.families import functions
 from ..errors import Complaints, RangeError, ShapeError
-from ..verify.inputs import Shape
+from ..tokens.shape import Shape
 from ..verify.oracle import error
 from . import clock
 from .candidates import IMPLEMENTATION_MODES, Mode

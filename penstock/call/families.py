@@ -65,6 +65,11 @@ class Registered:
     ones), ``state`` and ``impl``. It returns the output."""
     tables: Callable[[str], str] | None = None
     """For ``penstock check``: the tables of block sizes of its kernels for a GPU architecture, summarised in a line."""
+    compiled: Callable[[str], Sequence[Any]] | None = None
+    """For ``penstock check --compile``: the calls whose kernels are compiled ahead of time for a GPU architecture. Each has a ``name``, and
+    ``planned(target)`` yields its passes and their plans (``gpu.plan.Planned``)."""
+    tuning: Callable[[], Any] | None = None
+    """For ``penstock tune``: how its block sizes are tuned, a ``tokens.tuning.Tuning``."""
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ from ..bench.softmax import FUNCTION
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
 from ..call.families import variants as known_variants
 from ..errors import Complaints, PenstockError, RangeError
-from ..verify.inputs import Shape, inputs
+from ..tokens.shape import Shape
+from ..verify.inputs import inputs
 from ..verify.machine import Machine
 from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import check_outputs

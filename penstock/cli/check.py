@@ -81,7 +81,7 @@ def print_compiled(console: Console, archs: list[str], only: list[str], record: 
     check_compiler("check")
     from ..tune import resources  # needs Triton
 
-    launches = resources.launches(archs, only)
+    launches = resources.chosen(archs, only)
     triton = version("triton")
     status: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="line")
     with status:

@@ -23,7 +23,8 @@ from ..demo.serve import ask
 from ..demo.text import python_topics
 from ..demo.train import PROMPT, WEIGHTS, train
 from ..errors import Complaints, MissingExtra
-from ..verify.inputs import Shape, inputs
+from ..tokens.shape import Shape
+from ..verify.inputs import inputs
 from ..verify.machine import Machine
 from .check import print_check
 from .options import Threads, check_seconds, use_cores

@@ -21,7 +21,8 @@ from ..bench.record import Record
 from ..bench.report import print_profile
 from ..call.families import variants
 from ..errors import Complaints, MissingExtra, PenstockError
-from ..verify.inputs import Shape, inputs
+from ..tokens.shape import Shape
+from ..verify.inputs import inputs
 from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import Folder, check_outputs
 

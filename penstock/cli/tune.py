@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -15,19 +16,18 @@ from rich.text import Text
 from .. import __version__
 from ..bench.cases import default_cases
 from ..bench.report import duration
-from ..errors import Complaints, RangeError
-from ..gpu.target import power
-from ..recurrence.triton.table_file import Entry, read, user_path, write
-from ..recurrence.triton.table_file import target as target_of
-from ..recurrence.variants import VARIANTS
+from ..errors import Complaints
 from ..tables import Numbers
-from ..verify.inputs import Shape
+from ..tokens.shape import Shape
+from ..tune.passes import tuned as tuned_variants
+from ..tune.passes import tuning_of
 from .options import check_device, check_names, check_seed
 from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from ..tune.tune import Tuned
 
+VARIANTS = tuple(tuned_variants())
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -72,23 +72,32 @@ def tune(
     from ..tune.tune import Tuner  # needs Triton
 
     gpu = torch.device(device if ":" in device else f"cuda:{torch.cuda.current_device()}")
-    target, console = target_of(gpu), Console()
-    path = file or user_path(target.arch)
+    console, paths = Console(), dict.fromkeys(_path(name, gpu, file) for name in names)
     if not dry:
-        check_outputs("tune", {"--write": path})
-    table = read(path, target.arch)  # raises for a malformed table before anything is measured
-    versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
+        for path in paths:
+            check_outputs("tune", {"--write": path})
     for variant in names:
+        tables, path = tuning_of(variant).tables, _path(variant, gpu, file)
+        target = tables.target(gpu)
+        table = tables.read(path, target.arch)  # raises for a malformed table before anything is measured
         for one in shapes or [default_cases(variant, False)[0].shape]:
             with console.status(f"{variant}, {one.text}: compiling and measuring", spinner="line"):
                 for tuned in Tuner(variant, one, DTYPES[dtype], str(gpu), target, seed).run():
                     print_tuned(console, tuned)
-                    entry = entry_of(tuned, torch.cuda.get_device_name(gpu), versions)
+                    entry = entry_of(tuned, gpu, tables.Entry)
                     if entry is not None:
                         table[entry.key] = entry
                         if not dry:
-                            write(path, target.arch, table.values())
-    console.print("nothing written" if dry else f"table: {path}", highlight=False, soft_wrap=True)
+                            tables.write(path, target.arch, table.values())
+    for path in paths:
+        console.print("nothing written" if dry else f"table: {path}", highlight=False, soft_wrap=True)
+
+
+def _path(variant: str, gpu: torch.device, file: Path | None) -> Path:
+    """The table that gets the entries of a variant."""
+    tables = tuning_of(variant).tables
+    found: Path = file or tables.user_path(tables.target(gpu).arch)
+    return found
 
 
 def _checked(variants: list[str], shapes: list[str], dtype: str, device: str, seed: int) -> list[Shape]:
@@ -96,26 +105,23 @@ def _checked(variants: list[str], shapes: list[str], dtype: str, device: str, se
     check_names(complaints, "variant", variants, VARIANTS)
     check_names(complaints, "dtype", [dtype], DTYPES)
     parsed = [Shape.parse(text, "tune") for text in shapes]
-    sizes = [(power(one.K), power(one.V)) for one in parsed]
-    if len(set(sizes)) < len(sizes):
-        remedy = "A table has one entry for all of these: choose one."
-        complaints.add(RangeError, "shape", "the only one of its K and V, up to the next power of two", " ".join(shapes), remedy)
-    for one in parsed:
-        if one.K > 256 or one.V > 512:
-            complaints.add(RangeError, "shape", "of at most K = 256 and V = 512", one.text, "This is the limit of the chunked kernels.")
+    for tuning in {id(one): one for one in (tuning_of(name) for name in variants if name in VARIANTS)}.values():
+        tuning.check(complaints, parsed)
     check_device(complaints, device, ("cuda",), "Block sizes are measured on GPUs only.")
     check_seed(complaints, seed)
     complaints.raise_any()
     return parsed
 
 
-def entry_of(tuned: Tuned, gpu: str, versions: str) -> Entry | None:
-    """The table entry of a kernel; None if no candidate is right."""
+def entry_of(tuned: Tuned, gpu: torch.device, entry: Callable[..., Any]) -> Any:
+    """The entry of a kernel in a table, made by ``entry``; None if no candidate is right."""
     best = tuned.chosen
     if best is None or best.milliseconds is None:
         return None
     today = datetime.now(timezone.utc).date().isoformat()
-    return Entry(tuned.key, best.config, round(best.milliseconds, 5), tuned.call, gpu, versions, today)
+    versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
+    name = torch.cuda.get_device_name(gpu)
+    return entry(tuned.key, best.config, round(best.milliseconds, 5), tuned.call, name, versions, today)
 
 
 def print_tuned(console: Console, tuned: Tuned) -> None:

@@ -258,7 +258,9 @@ def _at(gpu: int | None) -> AbstractContextManager[object]:
 
 def on_device_of(x: Tensor, kernel: Any) -> Any:
     """The kernel, with launches ``[grid](...)`` on the device of x."""
-    return kernel if x.device.type != "cuda" or x.device.index == private.current_device() else _Elsewhere(kernel, x.device.index)
+    if x.device.type != "cuda":
+        return kernel if _noted is None else _Noting(kernel, _noted)
+    return kernel if x.device.index == private.current_device() else _Elsewhere(kernel, x.device.index)
 
 
 class _Elsewhere:
@@ -273,6 +275,39 @@ class _Elsewhere:
                 return self.kernel[grid](*arguments, **options)
 
         return launched
+
+
+class Noted(NamedTuple):
+    """A launch that did not run."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    """Constants by name, and the options of Triton's compiler."""
+
+
+_noted: list[Noted] | None = None
+
+
+@contextmanager
+def noted() -> Iterator[list[Noted]]:
+    """Collect the launches ``on_device_of`` tensors on a CPU inside this block, in the whole process. They do not run."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
+
+
+class _Noting:
+    """A kernel whose launches are collected."""
+
+    def __init__(self, kernel: Any, found: list[Noted]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *arguments, **options: self.found.append(Noted(self.kernel, arguments, options))
 
 
 class _Trial:

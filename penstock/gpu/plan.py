@@ -125,6 +125,16 @@ class Plan:
         self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles, wide, writes))
 
 
+class Planned(NamedTuple):
+    """A plan whose grids, numbers and shapes are integers, and its tensors by name, which may have no memory.
+
+    Missing optional tensors get another tensor as a dummy pointer.
+    """
+
+    plan: Plan
+    tensors: dict[str, Tensor]
+
+
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     strides = [1]

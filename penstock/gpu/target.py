@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -23,7 +24,7 @@ def unavailable() -> str | None:
     """Why Triton kernels cannot run on this machine, or None."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install 'penstock[triton]'"
-    if interpreting() or torch.cuda.is_available():
+    if interpreting() or torch.cuda.is_available() or _stand_in is not None:
         return None
     return "torch sees no GPU here (for Triton's interpreter set TRITON_INTERPRET=1 before Python starts)"
 
@@ -57,15 +58,46 @@ class Target(NamedTuple):
         """Whether this is Triton's interpreter."""
         return self.arch == "interpreter"
 
+    @property
+    def nvidia(self) -> bool:
+        """Whether this is a GPU of NVIDIA."""
+        return self.arch.startswith("sm_")
+
+    @property
+    def amd(self) -> bool:
+        """Whether this is a GPU of AMD."""
+        return self.arch.startswith("gfx")
+
     @classmethod
     @cache
     def of(cls, device: torch.device) -> Target:
         """The GPU of this device. The interpreter gets a few multiprocessors, so that tests cover segments."""
         if device.type != "cuda":
-            return cls("interpreter", 4, 1 << 20)
+            return _stand_in or cls("interpreter", 4, 1 << 20)
         gpu = torch.cuda.get_device_properties(device)
         arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
         return cls(arch, gpu.multi_processor_count, getattr(gpu, "shared_memory_per_block_optin", 1 << 16))
+
+
+_stand_in: Target | None = None
+
+
+@contextmanager
+def standing_in(target: Target) -> Iterator[None]:
+    """Inside this block, in the whole process, tensors on a CPU stand for those of a GPU that may be absent. Nothing may be launched."""
+    before = _stand_in
+    try:
+        _become(target)
+        yield
+    finally:
+        _become(before)
+
+
+def _become(target: Target | None) -> None:
+    global _stand_in
+    _stand_in = target
+    Target.of.cache_clear()
+    unavailable.cache_clear()
 
 
 def power(x: int, least: int = 16) -> int:
@@ -80,7 +112,7 @@ def precision(dtype: torch.dtype, target: Target) -> str:
     bfloat16 operands are multiplied as bfloat16. float16 operands are multiplied as TF32, which has as many significant bits and a wider
     exponent; kernels that bound or scale float16 operands multiply them as float16.
     """
-    if target.interpreted or not target.arch.startswith("sm_"):
+    if not target.nvidia:
         return "bf16" if dtype == torch.bfloat16 and not target.interpreted else "ieee"
     if dtype == torch.bfloat16:
         return "bf16"

@@ -65,9 +65,9 @@ POINTWISE: Chain[_Point, Tensor] = Chain(
         "pointwise", lambda c: _Pointwise.apply(*c), lambda c: refusal(c.x),  # type: ignore[no-untyped-call]
         launches("penstock_pointwise_fwd", backward=("penstock_pointwise_bwd",)),
         (
-            *examples(lambda draw: _Point(draw("x", 3, 700, scale=4), sigmoid)),
-            *examples(lambda draw: _Point(draw("x", 3, 700, scale=2), tanh)),
-            *examples(lambda draw: _Point(draw("x", 3, 700, scale=4), elu_plus_one)),
+            *examples(lambda draw: _Point(draw("x", 3, draw.size(700, 1024), scale=4), sigmoid)),
+            *examples(lambda draw: _Point(draw("x", 3, draw.size(700, 160), scale=2), tanh)),
+            *examples(lambda draw: _Point(draw("x", 3, draw.size(700, 2048), scale=4), elu_plus_one)),
         ),
     ),
     plain("formula", _by_formula),

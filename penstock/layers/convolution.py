@@ -118,9 +118,11 @@ def _kernels(c: _Convolution) -> tuple[str, ...]:
 
 
 def _draw(draw: Draw, pooled: bool = False, single: bool = False) -> _Convolution:
-    x, ends = draw("x", *((3, 1) if single else (1, 19)), 72), [] if single else [0, 7, 7, 19]
+    C = draw.size(72, 4352)
+    x, ends = draw("x", *((3, 1) if single else (1, 19)), C), [] if single else [0, 7, 7, 19]
     sequences = drawn(draw, x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
-    return _Convolution(x, draw("state", 5 if pooled else 3, 3, 72, fixed=True), draw("weight", 72, 4), draw("bias", 72), sequences, True)
+    state = draw("state", 5 if pooled else 3, 3, C, fixed=True)
+    return _Convolution(x, state, draw("weight", C, 4), draw("bias", C), sequences, True)
 
 
 def _written(c: _Convolution, returned: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ def _decay_by_kernel(c: _Decay) -> Tensor:
 
 
 def _draw_decay(draw: Draw) -> _Decay:
-    return _Decay(draw("x", 19, 260), draw("bias", 260))
+    C = draw.size(260, 2048)
+    return _Decay(draw("x", 19, C), draw("bias", C))
 
 
 DECAY: Chain[_Decay, Tensor] = Chain(
@@ -98,7 +99,8 @@ def _low_rank_decay_in_parts(c: _LowRankDecay) -> Tensor:
 
 
 def _draw_low_rank_decay(draw: Draw) -> _LowRankDecay:
-    return _LowRankDecay(draw("hidden", 1, 19, 40), draw("up", 40, 72, scale=0.1), draw("bias", 72))
+    M, C = draw.size(40, 64), draw.size(72, 2048)
+    return _LowRankDecay(draw("hidden", 1, 19, M), draw("up", M, C, scale=0.1), draw("bias", C))
 
 
 LOW_RANK_DECAY: Chain[_LowRankDecay, Tensor] = Chain(
@@ -147,7 +149,7 @@ LOG_SIGMOID: Chain[_LogSigmoid, Tensor] = Chain(
     ChainForm(
         "log_sigmoid", _log_sigmoid_by_kernel, lambda c: refusal(c.x),
         launches("penstock_log_sigmoid_fwd", backward=("penstock_log_sigmoid_bwd",)),
-        examples(lambda draw: _LogSigmoid(draw("x", 3, 700, scale=4), 16.0)),
+        examples(lambda draw: _LogSigmoid(draw("x", 3, draw.size(700, 1024), scale=4), 16.0)),
     ),
     plain("formula", _log_sigmoid_by_formula),
 )  # fmt: skip

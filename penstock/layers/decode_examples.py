@@ -123,11 +123,12 @@ def rwkv_step(c: Step) -> Any:
 
 
 def _draw_shifted_norm(draw: Draw, single: bool = False, centre: bool = True) -> ShiftedNorm:
-    x, ends = draw("x", *((3, 1) if single else (1, 19)), 72), [] if single else [0, 7, 12, 19]
+    C = draw.size(72, 2048)
+    x, ends = draw("x", *((3, 1) if single else (1, 19)), C), [] if single else [0, 7, 12, 19]
     sequences, y = drawn(draw, x, ends, [4, 0, 2], in_place=True), draw("y", *x.shape) if centre else None
-    norm = draw.module("norm", nn.LayerNorm(72) if centre else nn.LayerNorm(72, bias=False))
-    factors = tuple(draw.learned(f"factor {n}", 72) for n in range(4))
-    return ShiftedNorm(x, y, norm, draw("pool", 5, 72), sequences, factors, centre, not centre)
+    norm = draw.module("norm", nn.LayerNorm(C) if centre else nn.LayerNorm(C, bias=False))
+    factors = tuple(draw.learned(f"factor {n}", C) for n in range(4))
+    return ShiftedNorm(x, y, norm, draw("pool", 5, C), sequences, factors, centre, not centre)
 
 
 def _draw_row(draw: Draw, count: int, *maps: tuple[int, int]) -> OneRow:
@@ -154,7 +155,7 @@ def _draw_channel_mix(draw: Draw) -> OneRow:
 
 
 def _draw_step(draw: Draw, low_rank: bool = True) -> Step:
-    N, H, K, V, M = 3, 2, 24, 40, 8
+    N, H, K, V, M = 3, draw.size(2, 32), draw.size(24, 64), draw.size(40, 64), draw.size(8, 64)
     r, k, v, gate = (draw(name, N, 1, H * size) for name, size in (("r", K), ("k", K), ("v", V), ("gate", V)))
     u, bias = draw.learned("u", H, K), draw.learned("bias", H, K)
     norm, pool = draw.module("norm", nn.GroupNorm(H, H * V, 1e-3)), draw("pool", 5, H, K, V, wide=True)

@@ -1,6 +1,7 @@
 """Examples of chains: small calls in the domain of a form, on which tools compare it with the plain formula.
 
-An example draws its call twice from the same numbers: in its dtype, for the form, and in float64, for the exact results.
+An example draws its call twice from the same numbers: in its dtype, for the form, and in float64, for the exact results. Kernels are
+compiled ahead of time for the same call with the sizes of real models.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ EVERY = (torch.float32, *HALF)
 class Draw:
     """Draws the tensors of a call. Draws of one example have equal numbers, rounded to its dtype, whatever dtype they return."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, gradients: bool = False) -> None:
-        self.dtype, self.device, self.exact, self.gradients = dtype, device, exact, gradients
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, gradients: bool = False, real: bool = False
+    ) -> None:
+        """``real``: with the sizes of real models, and zeros."""
+        self.dtype, self.device, self.exact, self.gradients, self.real = dtype, device, exact, gradients, real
         self.leaves: dict[str, Tensor] = {}
         """The tensors whose gradients are compared, by name."""
         self._random = torch.Generator().manual_seed(0)
@@ -32,11 +36,18 @@ class Draw:
     def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0, fixed: bool = False) -> Tensor:
         """A tensor. ``wide``: in the dtype of states. ``fixed``: no gradient is wanted of it."""
         dtype = state_dtype(self.dtype) if wide else self.dtype
-        x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale).to(dtype)
-        x = x.to(self.device, torch.float64 if self.exact else dtype)
+        if self.real:
+            x = torch.zeros(shape, dtype=dtype, device=self.device)
+        else:
+            x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale).to(dtype)
+            x = x.to(self.device, torch.float64 if self.exact else dtype)
         if self.gradients and not fixed:
             self.leaves[name] = x.requires_grad_()
         return x
+
+    def size(self, small: int, real: int) -> int:
+        """A size: a small one, of which no block is a divisor, or that of a real model."""
+        return real if self.real else small
 
     def learned(self, name: str, *shape: int, scale: float = 1.0) -> nn.Parameter:
         """A parameter. Kernels in graphs read them early."""

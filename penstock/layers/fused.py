@@ -126,10 +126,11 @@ _NORM_GATE_KERNELS = launches("penstock_norm_gate_fwd", backward=("penstock_norm
 
 
 def _draw_norm_gate(draw: Draw, grouped: bool = True) -> _NormGate:
-    norm = draw.module("norm", nn.GroupNorm(3, 3 * 24, 1e-5) if grouped else RMSNorm(24, 1e-5))
-    then = draw.module("then", Linear(3 * 24, 40, bias=False), 0.1)
+    H, V = draw.size(3, 32), draw.size(24, 64)
+    norm = draw.module("norm", nn.GroupNorm(H, H * V, 1e-5) if grouped else RMSNorm(V, 1e-5))
+    then = draw.module("then", Linear(H * V, 40, bias=False), 0.1)
     parts = norm.weight, getattr(norm, "bias", None), norm.eps, None
-    x, gate = draw("x", 1, 19, 3, 24), draw("gate", 1, 19, 3 * 24)
+    x, gate = draw("x", 1, 19, H, V), draw("gate", 1, 19, H * V)
     return _NormGate(x, gate, norm, then, grouped, *parts, *map_after(then))
 
 
@@ -244,8 +245,9 @@ def _add_norm_by_modules(c: _AddNorm) -> tuple[Tensor, Tensor]:
 
 
 def _draw_add_norm(draw: Draw, centre: bool = True, added: bool = True) -> _AddNorm:
-    norm = draw.module("norm", nn.LayerNorm(72) if centre else RMSNorm(72, 1e-5))
-    x, y = draw("x", 1, 19, 72), draw("y", 1, 19, 72) if added else None
+    C = draw.size(72, 2048)
+    norm = draw.module("norm", nn.LayerNorm(C) if centre else RMSNorm(C, 1e-5))
+    x, y = draw("x", 1, 19, C), draw("y", 1, 19, C) if added else None
     return _AddNorm(x, y, norm, norm_of(norm), False, True, 0)
 
 
@@ -381,8 +383,9 @@ def _activated_kernels(c: _Activated) -> tuple[str, ...]:
 
 
 def _draw_activated(draw: Draw, activation: Activation = "silu") -> _Activated:
-    a, b = draw("a", 1, 19, 72), None if activation == "relu_squared" else draw("b", 1, 19, 72)
-    then = draw.module("then", Linear(72, 40, bias=False), 0.1)
+    C = draw.size(72, 5632)
+    a, b = draw("a", 1, 19, C), None if activation == "relu_squared" else draw("b", 1, 19, C)
+    then = draw.module("then", Linear(C, 40, bias=False), 0.1)
     return _Activated(a, b, activation, then, *map_after(then))
 
 

@@ -182,7 +182,8 @@ def _product_few(c: _Linear) -> Tensor:
 
 
 def _draw(draw: Draw, rows: int = 3) -> _Linear:
-    return _call(draw("x", 1, rows, 40), draw("weight", 24, 40, scale=0.2), draw("bias", 24))
+    N, K = draw.size(24, 2048), draw.size(40, 2048)
+    return _call(draw("x", 1, rows, K), draw("weight", N, K, scale=0.2), draw("bias", N))
 
 
 LINEAR: Chain[_Linear, Tensor] = Chain(
@@ -312,10 +313,11 @@ def _weights(one: Tensor | nn.Module) -> list[Any]:
 
 
 def _draw_linears(draw: Draw, gated: bool = False) -> Linears:
-    counts = (24,) if gated else (24, 8, 33)
-    inputs = tuple(draw(f"x {n}", 1, 3, 40) for n in range(len(counts)))
-    maps = tuple(draw.module(f"map {n}", Linear(40, count, bias=False), 0.2) for n, count in enumerate(counts))
-    return Linears(inputs, maps, draw("gate", 1, 3, 24) if gated else None, not gated)
+    N, K = draw.size(24, 2048), draw.size(40, 2048)
+    counts = (N,) if gated else (N, draw.size(8, 512), draw.size(33, 512))
+    inputs = tuple(draw(f"x {n}", 1, 3, K) for n in range(len(counts)))
+    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate(counts))
+    return Linears(inputs, maps, draw("gate", 1, 3, N) if gated else None, not gated)
 
 
 LINEARS: Chain[Linears, list[Tensor] | None] = Chain(

@@ -75,7 +75,8 @@ def _time_steps_by_formula(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _draw_time_steps(draw: Draw) -> _TimeSteps:
-    return _TimeSteps(draw("dt", 1, 19, 3), draw("dt_bias", 3), draw("A_log", 3), draw("x", 1, 19, 3, 20), (0.01, 2.0))
+    H, V = draw.size(3, 64), draw.size(20, 64)
+    return _TimeSteps(draw("dt", 1, 19, H), draw("dt_bias", H), draw("A_log", H), draw("x", 1, 19, H, V), (0.01, 2.0))
 
 
 TIME_STEPS: Chain[_TimeSteps, tuple[Tensor, Tensor, Tensor]] = Chain(
@@ -173,10 +174,11 @@ _GATED_NORM_KERNELS = launches("penstock_gated_norm_fwd", backward=("penstock_ga
 
 
 def _draw_gated_norm(draw: Draw) -> _GatedNorm:
-    o, x, z = draw("o", 1, 19, 4, 24), draw("x", 1, 19, 4, 24), draw("z", 1, 19, 96)
-    norm = draw.module("norm", GroupedRMSNorm(96, 2, 1e-5))
-    then = draw.module("then", Linear(96, 40, bias=False), 0.1)
-    return _GatedNorm(o, x, draw("D", 4), z, norm, then, *map_after(then))
+    H, V, groups = draw.size(4, 64), draw.size(24, 64), draw.size(2, 1)
+    o, x, z = draw("o", 1, 19, H, V), draw("x", 1, 19, H, V), draw("z", 1, 19, H * V)
+    norm = draw.module("norm", GroupedRMSNorm(H * V, groups, 1e-5))
+    then = draw.module("then", Linear(H * V, 40, bias=False), 0.1)
+    return _GatedNorm(o, x, draw("D", H), z, norm, then, *map_after(then))
 
 
 GATED_NORM: Chain[_GatedNorm, Tensor] = Chain(

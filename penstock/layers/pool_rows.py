@@ -68,7 +68,8 @@ def _formula(c: _Write) -> Tensor:
 
 
 def _draw(draw: Draw, packed: bool = False) -> _Write:
-    states, pool, slots = draw("states", 9 if packed else 4, 2, 30), draw("pool", 5, 2, 30), draw.whole([3, -1, 0, 4])
+    C = draw.size(30, 1024)
+    states, pool, slots = draw("states", 9 if packed else 4, 2, C), draw("pool", 5, 2, C), draw.whole([3, -1, 0, 4])
     return _Write(states, pool, slots, draw.whole([0, 3, 5, 5, 9]) if packed else None)
 
 

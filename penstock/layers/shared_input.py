@@ -60,8 +60,9 @@ def _shared_input(c: _LinearsOf) -> list[Tensor]:
 
 
 def _draw(draw: Draw) -> _LinearsOf:
-    maps = tuple(draw.module(f"map {n}", Linear(40, outputs, bias=False), 0.2) for n, outputs in enumerate((24, 8, 33)))
-    return _LinearsOf(draw("x", 1, 3, 40), maps)
+    K, outputs = draw.size(40, 2048), (draw.size(24, 2048), draw.size(8, 512), draw.size(33, 512))
+    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate(outputs))
+    return _LinearsOf(draw("x", 1, 3, K), maps)
 
 
 LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(

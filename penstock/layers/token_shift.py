@@ -163,17 +163,20 @@ def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
 
 
 def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False, fixed: bool = True) -> _Shift:
-    x, ends = draw("x", 1, 19, 72), [0, 7, 7, 19]
-    last, factors = draw("last", 5 if pooled else 3, 72, fixed=fixed), tuple(draw(f"factor {n}", 72) for n in range(5))
-    hidden, up = (draw("hidden", 19, 5, 8), draw("up", 5, 8, 72, scale=0.3)) if low_rank else (None, None)
+    C, M = draw.size(72, 2048), draw.size(8, 32)
+    x, ends = draw("x", 1, 19, C), [0, 7, 7, 19]
+    last, factors = draw("last", 5 if pooled else 3, C, fixed=fixed), tuple(draw(f"factor {n}", C) for n in range(5))
+    hidden, up = (draw("hidden", 19, 5, M), draw("up", 5, M, C, scale=0.3)) if low_rank else (None, None)
     sequences = drawn(draw, x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
     rows = PoolRows(last, sequences.slots, lambda: sequences.read(last)) if sequences.slots is not None else None
     return _Shift(x, last, rows, sequences, factors, hidden, up, not (low_rank or pooled), pooled)
 
 
 def _draw_pairs(draw: Draw) -> _Pairs:
-    factors = tuple(draw(f"factor {n}", 72) for n in range(3))
-    return _Pairs(draw("x", 19, 72), draw("before", 19, 72), factors, draw("hidden", 19, 3, 8), draw("up", 3, 8, 72, scale=0.3))
+    C, M, count = draw.size(72, 2048), draw.size(8, 32), draw.size(3, 5)
+    factors = tuple(draw(f"factor {n}", C) for n in range(count))
+    hidden, up = draw("hidden", 19, count, M), draw("up", count, M, C, scale=0.3)
+    return _Pairs(draw("x", 19, C), draw("before", 19, C), factors, hidden, up)
 
 
 SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain(

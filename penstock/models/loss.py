@@ -221,7 +221,8 @@ def _by_torch(c: _Pass) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _draw(draw: Draw) -> _Pass:
-    x, weight, labels = draw("x", 7, 24), draw("weight", 130, 24, scale=0.3), draw.whole([0, 129, -100, 64, 3, 128, 1])
+    V = draw.size(130, 32000)
+    x, weight, labels = draw("x", 7, 24), draw("weight", V, 24, scale=0.3), draw.whole([0, 129, -100, 64, 3, 128, 1])
     return _Pass(x, weight, labels, labels >= 0, draw("gradient", 7, wide=True), (True, True), 5)
 
 

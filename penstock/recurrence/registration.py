@@ -51,6 +51,18 @@ def _tables(arch: str) -> str:
     return f"{first}, then {len(measured)} shipped, then by rule"
 
 
+def _compiled(arch: str) -> Sequence[Any]:
+    from .triton.ahead import configurations  # needs Triton
+
+    return configurations(arch)
+
+
+def _tuning() -> Any:
+    from .triton.tuning import TUNING
+
+    return TUNING
+
+
 register(
     Registered(
         "recurrence",
@@ -65,5 +77,7 @@ register(
         _draw,
         functional.decode_step,
         _tables,
+        _compiled,
+        _tuning,
     )
 )

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import zip_longest
@@ -26,7 +26,8 @@ from .workers import Failure, side_by_side
 
 if TYPE_CHECKING:
     from ..gpu.hopper import Tile
-    from ..gpu.plan import Plan  # imports Triton, which check_compiler reports if it is missing
+    from ..gpu.launch import Noted
+    from ..gpu.plan import Planned  # imports Triton, which check_compiler reports if it is missing
 
 
 class Memory(NamedTuple):
@@ -82,17 +83,37 @@ def check_compiler(function: str) -> None:
     complaints.raise_any()
 
 
-def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
-    """The launches of a plan, for tensors by name."""
+def jobs(made: Planned, arch: str) -> list[Job]:
+    """The launches of a plan."""
+    plan, tensors = made
     given = {name: Memory(x.dtype, x.untyped_storage().size() // x.element_size()) for name, x in tensors.items()}
     given |= {name: Memory(dtype, torch.Size(shape).numel()) for name, (shape, dtype) in plan.memory.items()}
-    made = {name: function(*rest, torch.device("cpu")) for name, (function, *rest) in plan.constants.items()}
-    given |= {name: Memory(x.dtype, x.numel()) for name, x in made.items()}
+    constants = {name: function(*rest, torch.device("cpu")) for name, (function, *rest) in plan.constants.items()}
+    given |= {name: Memory(x.dtype, x.numel()) for name, x in constants.items()}
     found = []
     for one in plan.launches:
         memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]
         found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.typed, *one.constants), one.options))
     return found
+
+
+def noted_job(arch: str, one: Noted) -> Job:
+    """A launch that did not run."""
+    names, given = one.kernel.arg_names, list(map(_typed, one.arguments))
+    given += [one.options[name] for name in names[len(given) :]]
+    options = tuple((name, value) for name, value in one.options.items() if name not in names)
+    return Job(arch, kernel_name(one.kernel), tuple(given), options)
+
+
+def _typed(x: Any) -> Memory | int | float | str:
+    """An argument of a launch, without the memory of a tensor."""
+    if isinstance(x, Tensor):
+        return Memory(x.dtype, x.untyped_storage().size() // x.element_size())
+    if isinstance(x, int | float | str):
+        return x
+    from ..gpu.hopper import Tile
+
+    return Memory(x.base.dtype, x.base.numel(), Tile(*x.block_shape))
 
 
 def kernel_name(kernel: Any) -> str:

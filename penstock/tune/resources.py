@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import Complaints, RangeError
+from ..gpu.targets import TARGETS
 from ..tables import Numbers
 from .ahead import Job, Resources, compile_all
-from .shipped import CONFIGURATIONS, TARGETS, configurations
+from .shipped import configurations, launches
 from .workers import Failure
 
 NONE: Mapping[str, Mapping[str, Iterable[str]]] = MappingProxyType({})
@@ -91,17 +92,17 @@ class Finding:
         return {"arch": self.arch, "launch": self.launch, "found": found, "recorded": recorded, "wrong": self.wrong}
 
 
-def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str], Job]:
+def chosen(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str], Job]:
     """Launches by architecture and name: for these architectures (default: all) and with one of these texts in their name."""
     complaints, archs, only = Complaints("check"), list(archs), list(only)
     for arch in archs:
         if arch not in TARGETS:
             complaints.add(RangeError, "arch", f"one of {', '.join(TARGETS)}", repr(arch))
     complaints.raise_any()
-    every = {(arch, name): job for arch in archs or TARGETS for one in configurations(arch) for name, job in one.launches(arch)}
+    every = {(arch, name): job for arch in archs or TARGETS for one in configurations(arch) for name, job in launches(one, TARGETS[arch])}
     for text in only:
         if not any(text in name for _, name in every):
-            known = f"a part of a launch's name, such as {CONFIGURATIONS[0].name!r}"
+            known = f"a part of a launch's name, such as {next(iter(every))[1].partition(':')[0]!r}"
             complaints.add(RangeError, "only", known, repr(text), "penstock check --compile --json lists them.")
     complaints.raise_any()
     return {(arch, name): job for (arch, name), job in every.items() if not only or any(text in name for text in only)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,11 @@ from torch import Tensor
 from ..call.derivatives import Tensors, gradients_of
 from ..call.implementation import Upstream
 from ..gpu import launch
-from ..recurrence import chunkwise
-from ..recurrence.gradients import Gradients
-from ..recurrence.triton import CHUNKWISE, RECURRENT
-from ..recurrence.triton.table import KernelConfig, Key
+from ..tokens.shape import Shape
 from ..verify import rounding
-from ..verify.inputs import Shape, inputs
+from ..verify.inputs import inputs
 from ..verify.oracle import budget, by_result, error, growth
-from .passes import Pass
+from .passes import tuning_of
 
 CALLS = 20
 FLUSHED = 1 << 28
@@ -37,9 +34,11 @@ class Trial:
     dtype: torch.dtype
     device: str
     seed: int
-    which: Pass
-    key: Key
-    other_configs: dict[Key, KernelConfig]
+    which: str
+    """The pass."""
+    key: Any
+    """The key of the kernel whose candidates are tried."""
+    other_configs: dict[Any, Any]
     """Block sizes of the other kernels that differ from those in use."""
 
 
@@ -67,11 +66,11 @@ class Ready(NamedTuple):
     """Errors from rounded operands of the products, see ``rounding.errors``."""
 
 
-def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig], Answer]:
+def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Any], Answer]:
     """Return a function that tries a candidate. After an exception the GPU may be unusable in this process."""
-    ready = _step(trial) if trial.which == "step" else _pass(trial)
+    ready = _in_place(trial) if trial.which in tuning_of(trial.variant).in_place else _pass(trial)
 
-    def tried(config: KernelConfig) -> Answer:
+    def tried(config: Any) -> Answer:
         with launch.trying({**trial.other_configs, trial.key: config}), torch.no_grad():
             found = ready.checked()
             pairs = []
@@ -84,14 +83,16 @@ def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig
     return tried
 
 
-def _step(trial: Trial) -> Ready:
+def _in_place(trial: Trial) -> Ready:
     """Prepare a decode step of all sequences, which updates a pool in place."""
+    tuning = tuning_of(trial.variant)
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     pool = torch.randn(trial.shape.state, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device)
     step = x.in_place(pool.clone())
     double = step.with_tensors({name: y.double() for name, y in {**x.tensors, "state": pool}.items()})
-    assert chunkwise.IMPLEMENTATION.advance is not None and RECURRENT.advance is not None  # noqa: PT018
-    exact, advance = {"output": chunkwise.IMPLEMENTATION.advance(double), "states": double.state}, RECURRENT.advance
+    advance, exact_advance = tuning.implementation(trial.which).advance, tuning.exact.advance
+    assert advance is not None and exact_advance is not None  # noqa: PT018
+    exact = {"output": exact_advance(double), "states": double.state}
 
     def checked() -> Results:
         step.state.copy_(pool)
@@ -101,32 +102,33 @@ def _step(trial: Trial) -> Ready:
 
 
 def _pass(trial: Trial) -> Ready:
-    """Prepare a pass over whole sequences by the chunked kernels, or by the token-serial ones for short sequences."""
+    """Prepare a pass over whole sequences."""
+    tuning = tuning_of(trial.variant)
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     problem = x.problem()
     d_output = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device, trial.dtype)
-    forward, kernels = trial.which == "forward", RECURRENT if trial.which == "short backward" else CHUNKWISE
+    forward, kernels = trial.which.endswith("forward"), tuning.implementation(trial.which)
+    results = [one.name.replace("_", " ") for one in problem.operator.results]
+    names = [one.name for one in problem.signature.arguments if one.gradient]
     double = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
     with torch.no_grad():
         if forward:
-            exact = _outputs(chunkwise.forward(double))
+            exact = _named(results, tuning.exact.forward(double))
         else:
-            exact = _gradients(gradients_of(chunkwise.forward, double, (d_output.double(), None)))
+            exact = by_result(dict(zip(names, gradients_of(tuning.exact.forward, double, (d_output.double(), None)))))
     bits = kernels.operands(trial.dtype, "forward" if forward else "backward")
     rounded = {} if bits is None else rounding.errors(problem, bits, exact, () if forward else (d_output, None))
 
     def checked() -> Results:
-        return _outputs(kernels.forward(problem)) if forward else _gradients(kernels.gradients(problem, Upstream((d_output, None))))
+        if forward:
+            return _named(results, kernels.forward(problem))
+        return by_result(dict(zip(names, kernels.gradients(problem, Upstream((d_output, None))))))
 
     return Ready(checked, checked, exact, rounded)
 
 
-def _outputs(found: Tensors) -> Results:
-    return {name: x for name, x in zip(("output", "final state"), found) if x is not None}
-
-
-def _gradients(found: Tensors) -> Results:
-    return by_result(dict(zip(Gradients._fields, found)))
+def _named(names: Sequence[str], found: Tensors) -> Results:
+    return {name: x for name, x in zip(names, found) if x is not None}
 
 
 def gpu_clock(call: Callable[[], object], device: torch.device) -> float:

@@ -10,7 +10,8 @@ from penstock.bench.measure import Measurement, Timing
 from penstock.bench.suites import SUITES, suite_named
 from penstock.recurrence.variants import VARIANTS
 from penstock.tokens.distributions import GATES
-from penstock.verify.inputs import Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import inputs
 
 
 def test_every_variant_has_a_model_and_decode_batches_from_1_to_256():

@@ -23,7 +23,8 @@ from penstock.bench.serving.workload import Lengths, Workload
 from penstock.bench.trace import Profile
 from penstock.recurrence.operators import FAMILY
 from penstock.tokens.distributions import GATES
-from penstock.verify.inputs import Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import inputs
 
 ONE, WIDE = Shape(1, 64, 2, 4, 4), Shape(2, 8, 4, 4, 4)
 NAMES = ("fla", "token loop", "auto (triton_chunkwise)", "sdpa (flash)", "fla_recurrent")

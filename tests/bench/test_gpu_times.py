@@ -22,8 +22,9 @@ from penstock.bench.loop import token_loop
 from penstock.bench.measure import GpuTiming, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.machine import Machine, using_threads
 
 CPU = torch.device("cpu")

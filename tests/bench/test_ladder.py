@@ -6,7 +6,8 @@ import torch
 import penstock as ps
 from penstock.bench import ladder
 from penstock.recurrence.cuda import compile
-from penstock.verify.inputs import Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import inputs
 from penstock.verify.oracle import error, exact_forward
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

@@ -20,8 +20,9 @@ from penstock.bench.peers import peer
 from penstock.errors import ImplementationRefused
 from penstock.recurrence import rounded
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle, rounding
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.machine import using_threads
 
 

@@ -24,8 +24,9 @@ from penstock.cli import main
 from penstock.errors import MissingExtra
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.inputs import Inputs, inputs
 
 CPU = torch.device("cpu")
 TINY = ["--heads", "2", "--length", "5", "--head-dim", "4", "--seconds", "0.002", "--threads", "1", "--steps", "2"]

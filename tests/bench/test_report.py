@@ -18,8 +18,9 @@ from penstock.bench.plot import plot_measurements
 from penstock.bench.record import Record
 from penstock.errors import MissingExtra
 from penstock.tokens.distributions import GATES
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle
-from penstock.verify.inputs import Shape, inputs
+from penstock.verify.inputs import inputs
 from penstock.verify.machine import Machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

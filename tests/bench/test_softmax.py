@@ -6,7 +6,7 @@ import torch
 from penstock import RangeError
 from penstock.bench import softmax
 from penstock.bench.cases import Case
-from penstock.verify.inputs import Shape
+from penstock.tokens.shape import Shape
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])

@@ -15,7 +15,7 @@ from penstock.bench.cases import Case, default_cases
 from penstock.cli import main
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Shape
+from penstock.tokens.shape import Shape
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 

@@ -9,15 +9,16 @@ import torch
 pytest.importorskip("triton")
 
 from penstock.gpu import background, launch
-from penstock.gpu.plan import Launch, Plan
+from penstock.gpu.plan import Launch, Plan, Planned
 from penstock.gpu.target import Target
+from penstock.gpu.targets import TARGETS
 from penstock.recurrence.triton import launch as passes
 from penstock.recurrence.triton import plan as plans
+from penstock.recurrence.triton.ahead import CONFIGURATIONS, HOPPER
 from penstock.tune.ahead import jobs
 from penstock.tune.passes import without_memory
-from penstock.tune.shipped import CONFIGURATIONS, HOPPER, TARGETS, Configuration
 
-TRAINED = [one for one in (*CONFIGURATIONS, *HOPPER) if isinstance(one, Configuration) and one.passes != ("step",) and not one.packed]
+TRAINED = [one for one in (*CONFIGURATIONS, *HOPPER) if one.passes != ("step",) and not one.packed]
 
 
 class _Kernel:
@@ -89,7 +90,7 @@ def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
     found = planned.at(problem.sizes)
     given = {name: problem.q if x is None else x for name, x in tensors.items()}
     exact = {**given, "d_output": d_output, "states": problem.q if states is None else states}
-    assert jobs(found, given, arch) == jobs(wanted, exact, arch)
+    assert jobs(Planned(found, given), arch) == jobs(Planned(wanted, exact), arch)
     assert all(function(*rest, torch.device("meta")).device.type == "meta" for function, *rest in planned.constants.values())
     assert found.launches
 

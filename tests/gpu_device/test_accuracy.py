@@ -16,7 +16,8 @@ from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.oracle import budget, error, exact_forward, growth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]

@@ -13,7 +13,8 @@ import penstock as ps
 from penstock.recurrence import chunkwise, rounded
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.oracle import budget, error, growth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]

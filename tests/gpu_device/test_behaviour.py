@@ -19,7 +19,8 @@ from penstock.gpu import direct
 from penstock.recurrence import cuda
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import Inputs, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 

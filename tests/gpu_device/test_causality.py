@@ -7,7 +7,8 @@ import torch
 
 from penstock.recurrence import cuda
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import Inputs, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 

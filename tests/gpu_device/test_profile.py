@@ -6,7 +6,8 @@ import torch
 from penstock.bench.candidates import ours
 from penstock.bench.profile import hidden, profiled
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.call.declaration import FLOATS
+from penstock.gpu.target import Target
 from penstock.layers.chains import Chain, ChainForm, no_kernels, plain
 from penstock.layers.examples import Draw, examples
 from penstock.verify.chains import CHAINS, findings, tensors
@@ -23,6 +24,14 @@ def test_examples_equal_the_formula(chain, form, kernels_on_a_cpu):
     found = compared(chain, form)
     assert found or CHAINS[chain].form(form).absent(torch.device("cpu")) is not None
     assert not [(one.dtype, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
+def test_token_shifts_on_gpus_of_amd_equal_the_formula(kernels_on_a_cpu, monkeypatch):
+    """Their compiler gets two loads in place of a choice between pointers."""
+    monkeypatch.setattr(Target, "of", lambda device: Target("gfx942", 304, 64 << 10))
+    found = compared("token_shift", "shift", (torch.float32,))
+    assert len(found) > 20
+    assert not [(one.result, one.reason, one.error, one.budget) for one in found if one.failed]
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from penstock.recurrence.cuda import compile, launch
 from penstock.recurrence.cuda.compile import Configuration
 from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
+from penstock.tokens.shape import Shape
 from penstock.tune.passes import without_memory
-from penstock.verify.inputs import Shape
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CUDA = FAMILY.named("cuda")

@@ -24,10 +24,10 @@ from penstock.recurrence.variants import VARIANTS, Variant
 from penstock.softmax.operators import ATTENTION
 from penstock.softmax.operators import FAMILY as SOFTMAX
 from penstock.softmax.triton import plan as attention
+from penstock.tokens.shape import Shape
 from penstock.tune.passes import without_memory
 from penstock.tune.resources import RecordedResources
 from penstock.verify import forms
-from penstock.verify.inputs import Shape
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="forms run under Triton's interpreter and an emulator of Hopper"),

@@ -12,8 +12,8 @@ from penstock.gpu.launch import trying
 from penstock.gpu.target import Target
 from penstock.recurrence.triton import plan
 from penstock.recurrence.triton.forms import groups
+from penstock.tokens.shape import Shape
 from penstock.tune.passes import planned, without_memory
-from penstock.verify.inputs import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 """NumPy's, under Triton's interpreter."""

@@ -12,8 +12,8 @@ from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import plan
 from penstock.recurrence.triton.forms import sm90
 from penstock.recurrence.triton.table import KernelConfig, Key
+from penstock.tokens.shape import Shape
 from penstock.tune.passes import without_memory
-from penstock.verify.inputs import Shape
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Target("sm_90", 132, 232448)

@@ -18,9 +18,9 @@ from penstock.recurrence.triton import in_place, plan, states
 from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.forms import scalars_sm90, sm90, weights_sm90
 from penstock.recurrence.triton.portable import recurrent
+from penstock.tokens.shape import Shape
 from penstock.tokens.sharing import summed
 from penstock.tune.passes import without_memory
-from penstock.verify.inputs import Shape
 
 pytestmark = [
     pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),

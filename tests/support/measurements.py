@@ -5,8 +5,9 @@ import torch
 from penstock.bench.candidates import Candidate
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import Measurement, Timing
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle
-from penstock.verify.inputs import Inputs, Shape
+from penstock.verify.inputs import Inputs
 
 SMALL = Shape(2, 9, 2, 5, 7)
 

@@ -29,9 +29,9 @@ from penstock.tokens.packing import one_row
 from penstock.tokens.pieces import CHUNK, advance_by
 from penstock.tokens.pools import POOL, SLOTS, own_row
 from penstock.tokens.problem import InPlace, OverSequences, TokenProblem
+from penstock.tokens.shape import Shape
 from penstock.tokens.sharing import groups
 from penstock.verify import verify
-from penstock.verify.inputs import Shape
 from penstock.verify.inputs import inputs as drawn
 
 

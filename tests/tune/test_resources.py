@@ -14,21 +14,27 @@ from penstock.call import versions
 from penstock.cli import main
 from penstock.gpu import hopper
 from penstock.gpu.target import Target
-from penstock.recurrence.triton import calls, table
+from penstock.gpu.targets import SMALL, TARGETS
+from penstock.layers.chains import CHAINS
+from penstock.layers.examples import Draw
+from penstock.layers.triton import launches_for
+from penstock.layers.triton.launch import pointwise
+from penstock.recurrence.triton import ahead, calls, table
 from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.forms import groups
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
+from penstock.softmax.triton import ahead as softmax_ahead
 from penstock.softmax.triton.portable import forms as softmax
+from penstock.tokens.shape import Shape
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
+from penstock.tune.chains import ChainCall, chain_calls
 from penstock.tune.passes import planned, without_memory
-from penstock.tune.shipped import CONFIGURATIONS, IN_PART, SMALL, TARGETS, Softmax, configurations
+from penstock.tune.shipped import configurations, launches
 from penstock.tune.workers import Failure
-from penstock.verify.inputs import Shape
 
 RECORD = resources.RecordedResources.read()
-RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
 WITH_COMPILER = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
 """The environment of a process in which Triton compiles."""
 
@@ -43,13 +49,20 @@ needs_gluon = pytest.mark.skipif(OLDER, reason="the record for Hopper is of kern
 ARCHS = [pytest.param(arch, marks=needs_gluon) if arch == "sm_90" else arch for arch in TARGETS]
 
 
-HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
+HOPPER = (
+    ["sm_90"],
+    ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward", "chain channel_mix", "chain token_shift bfloat16"],
+)
 PORTABLE = ["sm_80", "sm_100", "sm_120", *["gfx942"] * (not OLDER)]
-ELSEWHERE = (PORTABLE, ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
+ELSEWHERE = (
+    PORTABLE,
+    ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step", "chain gated_norm bfloat16: gated_norm:"],
+)
 MOST = (
     [arch for arch in TARGETS if arch not in SMALL],
     [
         *HOPPER[1],
+        "chain ",
         *(f"{call}: backward" for call in ("rwkv6 1,1024,32,64 float32", "gla 1,1024,16,100 bfloat16", "gla 1,8192,32,64 bfloat16")),
     ],
 )
@@ -101,9 +114,11 @@ def test_launches_are_specialised_as_by_triton():
     script = """
 import torch
 from penstock.tune.ahead import distinct
-from penstock.tune.shipped import CONFIGURATIONS
+from penstock.gpu.targets import TARGETS
+from penstock.recurrence.triton.ahead import CONFIGURATIONS
+from penstock.tune.shipped import launches
 from penstock.recurrence.triton.portable import recurrent
-name, job = next((n, j) for n, j in CONFIGURATIONS[0].launches("sm_90") if "step" in n)
+name, job = next((n, j) for n, j in launches(CONFIGURATIONS[0], TARGETS["sm_90"]) if "step" in n)
 def changed(argument, value):
     at = recurrent.penstock_recurrent_fwd.arg_names.index(argument)
     return job._replace(arguments=(*job.arguments[:at], value, *job.arguments[at + 1:]))
@@ -111,7 +126,7 @@ strides = [changed("q_b", number) for number in (1024, 2048, 1, 24, 25)]
 jobs = [*strides, changed("T", 1), changed("T", 16)]
 first = distinct(jobs)
 print([jobs.index(first[one]) for one in jobs])
-amd = next(j for n, j in CONFIGURATIONS[0].launches("gfx942") if "step" in n)
+amd = next(j for n, j in launches(CONFIGURATIONS[0], TARGETS["gfx942"]) if "step" in n)
 small, large = amd, amd._replace(arguments=(amd.arguments[0]._replace(elements=1 << 31), *amd.arguments[1:]))
 print(len(set(distinct([small, large]).values())))
 """
@@ -127,8 +142,8 @@ from dataclasses import replace
 import torch
 from penstock.tune import ahead
 from penstock.tune.passes import planned, without_memory
-from penstock.tune.shipped import TARGETS
-from penstock.verify.inputs import Shape
+from penstock.gpu.targets import TARGETS
+from penstock.tokens.shape import Shape
 inputs = without_memory("simple_gla", Shape(64, 1024, 4, 64, 64), torch.bfloat16)
 for far in (2**16, 2**26):
     q, g = (x.new_empty(x.shape).as_strided(x.shape, (x.shape[1] * far, far, *x.stride()[2:])) for x in (inputs.q, inputs.g))
@@ -136,7 +151,7 @@ for far in (2**16, 2**26):
         T = 1 if which == "step" else 1024
         given = replace(inputs, q=q[:, :T], k=inputs.k[:, :T], v=inputs.v[:, :T], g=g[:, :T])
         made = planned(which, given, TARGETS["sm_90"])
-        for job in ahead.jobs(made.plan, made.tensors, "sm_90"):
+        for job in ahead.jobs(made, "sm_90"):
             kernel = ahead._compile(job)
             print(far, kernel.name, *(name for name, kind in kernel.src.signature.items() if kind == "i64" and name[1:] != "_b"))
 """
@@ -151,14 +166,43 @@ for far in (2**16, 2**26):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_record_has_every_launch_and_no_other(arch):
-    assert [name for one in configurations(arch) for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
-    assert {one.variant for one in RECURRENT} == set(VARIANTS)
+    assert [name for one in configurations(arch) for name, _ in launches(one, TARGETS[arch])] == list(RECORD.launches[arch])
+    assert {one.variant for one in ahead.CONFIGURATIONS} == set(VARIANTS)
 
 
 def test_small_gpus_have_every_kernel():
-    assert {one.name for one in configurations("sm_86")} == set(IN_PART)
-    small, large = ({job.kernel for one in configurations(arch) for _, job in one.launches(arch)} for arch in ("sm_86", "sm_80"))
+    assert {one.name for one in configurations("sm_86") if not isinstance(one, ChainCall)} == {
+        *ahead.IN_PART, *(one.name for one in softmax_ahead.IN_PART)
+    }  # fmt: skip
+    small, large = ({job.kernel for one in configurations(arch) for _, job in launches(one, TARGETS[arch])} for arch in ("sm_86", "sm_80"))
     assert small == large
+
+
+@pytest.mark.parametrize("one", chain_calls(), ids=lambda one: f"{one.chain}-{one.form}-{one.dtype}")
+def test_every_form_of_a_chain_is_compiled(one):
+    """With sizes of real models, no form refuses its examples on the GPU for which all of them have code."""
+    launched = [name.rpartition(": ")[2].partition(" ")[0] for name, _ in launches(one, TARGETS["sm_90"])]
+    assert launched
+    with launches_for(TARGETS["sm_90"]):
+        for example in one.examples:
+            draw = Draw(example.dtype, torch.device("cpu"), gradients=example.gradients, real=True)
+            with torch.set_grad_enabled(example.gradients), example.within():
+                call = example.draw(draw)
+                assert CHAINS[one.chain].form(one.form).refuses(call) is None
+                assert set(CHAINS[one.chain].form(one.form).kernels(call)) <= set(launched)
+
+
+def test_nothing_is_launched_while_launches_are_collected(kernels_on_a_cpu):
+    """Afterwards, kernels run again, and the CPU is no GPU."""
+    c = Draw(torch.float32, torch.device("cpu"), gradients=False)("x", 3, 5)
+    before = pointwise(c, "tanh")
+    with launches_for(TARGETS["sm_80"]) as found:
+        pointwise(c, "tanh")
+        assert Target.of(c.device) == TARGETS["sm_80"]
+    assert [one.kernel.fn.__name__ for one in found] == ["penstock_pointwise_fwd"]
+    assert Target.of(c.device).interpreted
+    torch.testing.assert_close(pointwise(c, "tanh"), before)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120", "gfx942"])
@@ -189,11 +233,11 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_channel_weights_sm90": None, "penstock_channel_walk_sm90": None, "penstock_scalar_fwd_sm90": None,
                "penstock_scalar_bwd_sm90": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
     for one in configurations(arch):
-        if isinstance(one, Softmax):
+        if not isinstance(one, ahead.Configuration):
             continue
         for which in one.passes:
             estimates.clear()
-            for name, _ in replace(one, passes=(which,)).launches(arch):
+            for name, _ in launches(replace(one, passes=(which,)), TARGETS[arch]):
                 taken = RECORD.launches[arch][name].shared
                 assert taken <= TARGETS[arch].shared_memory, name
                 kernel = "step" if which == "step" else kernels[name.rpartition(": ")[2].partition(" ")[0]]
@@ -213,9 +257,9 @@ def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch
 
     monkeypatch.setattr(softmax, "config", noted)
     for one in configurations(arch):
-        if isinstance(one, Softmax):
+        if isinstance(one, softmax_ahead.Configuration):
             estimates.clear()
-            every = [name for name, _ in one.launches(arch) if not name.endswith("penstock_attention_delta")]
+            every = [name for name, _ in launches(one, TARGETS[arch]) if not name.endswith("penstock_attention_delta")]
             assert all(RECORD.launches[arch][name].shared <= TARGETS[arch].shared_memory for name in every)
             names = [name for name in every if not name.endswith("_sm90")]
             assert [name.rpartition(": ")[2] for name in names] == [softmax.KERNELS[kernel].fn.__name__ for kernel, _ in estimates]
@@ -348,10 +392,11 @@ def test_wrong_options_of_check_give_one_message(words, message, monkeypatch):
 SLOTS = """
 import torch
 from penstock.recurrence.triton import in_place
+from penstock.gpu.plan import Planned
 from penstock.tune.ahead import jobs, resources
 from penstock.tune.passes import without_memory
-from penstock.tune.shipped import TARGETS
-from penstock.verify.inputs import Shape
+from penstock.gpu.targets import TARGETS
+from penstock.tokens.shape import Shape
 
 for variant, tokens in (("rwkv6", 1), ("simple_gla", 1), ("gla", 100)):
     x = without_memory(variant, Shape(4, tokens, 2, 64, 64), torch.bfloat16)
@@ -360,7 +405,7 @@ for variant, tokens in (("rwkv6", 1), ("simple_gla", 1), ("gla", 100)):
     made = in_place.advance_plan(problem, TARGETS["sm_90"]).at(problem.sizes)
     tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "u": x.u, "state": pool, "slots": slots, "cu_seqlens": None}
     tensors = {name: x.q if tensor is None else tensor for name, tensor in tensors.items()}
-    for job in jobs(made, tensors, "sm_90"):
+    for job in jobs(Planned(made, tensors), "sm_90"):
         print(job.kernel, resources(job).spill)
 """
 

@@ -15,18 +15,20 @@ from penstock.recurrence.triton import table_file
 from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.table import KernelConfig, Key, by_rule, config
 from penstock.recurrence.triton.table_file import Entry
+from penstock.recurrence.triton.tuning import SPACE, TUNING, candidates
+from penstock.tokens.shape import Shape
 from penstock.tune import trial
 from penstock.tune.launch_tables import table_lines
 from penstock.tune.passes import without_memory
-from penstock.tune.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
+from penstock.tune.tune import Outcome, Tuned, Tuner, judged
 from penstock.tune.workers import Failure
-from penstock.verify.inputs import Shape
 
 KEY = Key("forward", "channel", "updated", "bf16", 64, 64)
 ENTRY = Entry(
     KEY, KernelConfig(8, C=16, stages=2, programs_per_sm=7), 0.5, "gla 1,2,3,64 bfloat16 forward", "a GPU", "triton 9", "2030-01-01"
 )
 TARGET = Target("sm_90", 132, 227 << 10)
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_wrong_and_failing_candidates_are_never_chosen():
     assert found[1].reason == "illegal access"
     assert judged(KernelConfig(1), (0.1, float("nan"), 0.2)).reason is not None
     assert Tuned(KEY, "a call", KernelConfig(1), found[:2]).chosen is None
-    assert entry_of(Tuned(KEY, "a call", KernelConfig(1), found[:2]), "a GPU", "") is None
+    assert entry_of(Tuned(KEY, "a call", KernelConfig(1), found[:2]), DEVICE, Entry) is None
 
 
 def test_sizes_in_use_stay_unless_others_are_clearly_faster():
@@ -159,7 +161,8 @@ def fake(times, seen):
     return measure
 
 
-def test_kernels_are_tuned_in_turn_with_earlier_choices():
+def test_kernels_are_tuned_in_turn_with_earlier_choices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     seen, tried = [], []
 
     def prepare(tuner, which, key, found):
@@ -171,7 +174,7 @@ def test_kernels_are_tuned_in_turn_with_earlier_choices():
 
     tuner = Tuner("gla", Shape(8, 2048, 32, 64, 64), torch.bfloat16, "cuda:0", TARGET, prepare=prepare, measure=fake(times, seen))
     found = {tuned.key.kernel: tuned for tuned in tuner.run()}
-    assert list(found) == [kernel for kernel, _ in GROUPS]
+    assert list(found) == [kernel for kernel, _ in TUNING.kernels]
     assert found["forward"].chosen.config == KernelConfig(4, BV=64, BK=64, C=16, stages=2, programs_per_sm=4)
     assert found["backward"].chosen.config.C == 16
     assert found["recurrent"].call == "gla 8,8,32,64 bfloat16 short backward"
@@ -180,7 +183,7 @@ def test_kernels_are_tuned_in_turn_with_earlier_choices():
     assert all(one.reason for one in found["forward"].outcomes if one.config.warps == 8 or one.config.stages == 1)
     others = next(given for given in seen if given.key.kernel == "states").other_configs
     assert others == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
-    entry = entry_of(found["forward"], "a GPU", "triton 9")
+    entry = entry_of(found["forward"], DEVICE, Entry)
     assert (entry.config, entry.gpu, entry.milliseconds) == (found["forward"].chosen.config, "a GPU", 3.21)
 
 
@@ -195,12 +198,12 @@ def test_candidates_are_no_wider_than_the_head(kernel):
     assert (len(wide) > len(found)) == (max(size for name in ("BV", "BK") for size in SPACE[kernel].get(name, (0,))) > 64)
 
 
-@pytest.mark.parametrize(("kernel", "which"), GROUPS)
+@pytest.mark.parametrize(("kernel", "which"), TUNING.kernels)
 @pytest.mark.parametrize("variant", ["gla", "rwkv5"])
 def test_trials_run_candidates_and_compare_with_exact_results(variant, kernel, which, monkeypatch):
     shape = Shape(1, {"step": 1, "recurrent": 17}.get(kernel, 40), 1, 16, 16)
     tuner = Tuner(variant, shape, torch.float32, "cpu", Target.of(torch.device("cpu")))
-    key, before = tuner._in_use(kernel, shape)
+    key, before = tuner.in_use(kernel, which)
     given = trial.Trial(variant, shape, torch.float32, "cpu", 0, which, key, {})
     planned, made = [], launch.Prepared
 
@@ -216,13 +219,13 @@ def test_trials_run_candidates_and_compare_with_exact_results(variant, kernel, w
     assert 16 in planned[0]
     assert 16 not in planned[-1]
     assert launch._trial is None
-    exact = trial._step if which == "step" else trial._pass
+    exact = trial._in_place if which == "step" else trial._pass
 
     def off(given):
         ready = exact(given)
         return ready._replace(exact={name: x + 0.01 * x.abs().max() for name, x in ready.exact.items()})
 
-    monkeypatch.setattr(trial, "_step" if which == "step" else "_pass", off)
+    monkeypatch.setattr(trial, "_in_place" if which == "step" else "_pass", off)
     assert judged(before, trial.prepared(given, lambda call, device: 3.0)(before)).reason.startswith("wrong: error 0.0")
 
 

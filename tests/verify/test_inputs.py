@@ -6,7 +6,8 @@ from measurements import SMALL
 
 from penstock import RangeError
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import inputs
 
 
 def test_shapes_are_parsed_and_printed():

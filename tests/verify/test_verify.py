@@ -15,8 +15,9 @@ from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.tokens.shape import Shape
 from penstock.verify import oracle, rounding, verify
-from penstock.verify.inputs import Shape, inputs
+from penstock.verify.inputs import inputs
 
 
 @pytest.fixture

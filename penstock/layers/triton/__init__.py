@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...call import private
-from ...gpu.target import unavailable
+from ...gpu.target import Target, standing_in, unavailable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DEVICES = ("cuda",)
+DEVICES: tuple[str, ...] = ("cuda",)
 """Devices on which the kernels run. Tests add the CPU, for Triton's interpreter."""
 
 
@@ -44,3 +46,23 @@ def refusal(*tensors: Tensor | None) -> str | None:
 def launching(name: str) -> Any:
     """A module of this package with launches. Only where ``refusal`` is None."""
     return import_module("." + name, __name__)
+
+
+@contextmanager
+def launches_for(target: Target) -> Iterator[list[Any]]:
+    """Collect the launches of calls with tensors on a CPU, as on a GPU that may be absent. They do not run: results are undefined.
+
+    Inside this block, in the whole process. Yields ``gpu.launch.Noted`` launches.
+    """
+    global DEVICES
+    from ...gpu.launch import noted  # needs Triton
+
+    devices, early = DEVICES, launching("launch").early
+    DEVICES = (*devices, "cpu")
+    early.cache_clear()
+    try:
+        with standing_in(target), noted() as found:
+            yield found
+    finally:
+        DEVICES = devices
+        early.cache_clear()

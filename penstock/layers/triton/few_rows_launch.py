@@ -267,7 +267,7 @@ def rwkv_step(
     given = low is not None
     low, up = (r, r) if low is None or up is None else (low, up)
     warps = warps or step_warps(R, H, Target.of(v.device).multiprocessors, BK * BV + given * BM * BK // 2)
-    size, cuda = pool.element_size(), v.device.type == "cuda" and torch.version.hip is None
+    size, cuda = pool.element_size(), Target.of(v.device).nvidia
     lines = pool.data_ptr() % 16 == 0 == pool.stride(0) * size % 16 and pool.stride(1) * size % 16 == 0
     dense = lines and pool.stride()[2:] == (V, 1) and K * V * size % (16 * warps) == 0
     limit = {"maxnreg": REGISTERS} if cuda and warps <= 4 and BK * BV // (32 * warps) <= 64 else {}

@@ -50,7 +50,7 @@ def limit(x: Tensor, registers: int) -> dict[str, Any]:
     On Hopper, 512 programs are resident at once with 128 registers and 4 warps, or 64 registers and 8 warps. With more registers, a second
     wave of a few programs would follow.
     """
-    return {"maxnreg": registers} if x.device.type == "cuda" and torch.version.hip is None else {}
+    return {"maxnreg": registers} if Target.of(x.device).nvidia else {}
 
 
 def summed(parts: Tensor, like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import on_device_of
-from ...gpu.target import power
+from ...gpu.target import Target, power
 from ...gpu.tiles import uniform
 from .launch import PROGRAMS, blocks, precision
 
@@ -140,13 +140,14 @@ def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = 
     (M, K), N = x.shape, weight.shape[0]
     y, (BM, BN) = x.new_empty(M, N), _tile(x, weight, split)
     BK = 32 if x.element_size() == 4 else 128 if BN <= 64 and split == 1 else 64
+    stages = min(4, 1 + Target.of(x.device).shared_memory // ((BM + BN) * BK * x.element_size()))  # one fewer is in shared memory
     programs, apart = blocks(M, BM) * blocks(N, BN), in_parts(x, weight, split)
     given, options = y if gate is None else gate, {"RELU_SQUARED": relu_squared, "GATE": gate is not None}
     sums = x.new_empty(split, M, N, dtype=torch.float32) if apart else y
     if y.numel():
         on_device_of(x, penstock_product)[programs, split if apart else 1](
             x, weight, sums, given, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, SPLIT=split, APART=apart,
-            EVEN=K % (split * BK) == 0, PRECISION=precision(x), num_warps=BM // 16, num_stages=4, **options,
+            EVEN=K % (split * BK) == 0, PRECISION=precision(x), num_warps=BM // 16, num_stages=stages, **options,
         )  # fmt: skip
     if y.numel() and apart:
         on_device_of(x, penstock_sum_of_parts)[(blocks(M * N, 1024),)](

@@ -81,13 +81,23 @@ def penstock_shift_fwd(
 
 
 @triton.jit
-def _steps(x, last, starts, r, c, R, C):
-    """p - x of tokens [BR,BC], float32. For the first token of a sequence, p is its row of ``last`` [sequences,C], in the dtype of x."""
+def _steps(x, last, starts, r, c, R, C, AMD: tl.constexpr):
+    """p - x of tokens [BR,BC], float32. For the first token of a sequence, p is its row of ``last`` [sequences,C], in the dtype of x.
+
+    AMD: two loads, because its compiler cannot select between pointers to two tensors.
+    """
     first = tl.load(starts + r, r < R, other=0)
-    row = tl.where(first < 0, x + (r.to(tl.int64) - 1) * C, last + first.to(tl.int64) * C)
     here = (r < R)[:, None] & (c < C)[None, :]
-    now = tl.load(x + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
-    before = tl.load(row[:, None] + c[None, :], here, other=0.0)
+    if AMD:
+        begins = (first >= 0)[:, None]
+        now = tl.load(x + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
+        before = tl.load(x + (r.to(tl.int64) - 1)[:, None] * C + c[None, :], here & ~begins, other=0.0)
+        given = tl.load(last + first.to(tl.int64)[:, None] * C + c[None, :], here & begins, other=0.0)
+        before = tl.where(begins, given, before)
+    else:
+        row = tl.where(first < 0, x + (r.to(tl.int64) - 1) * C, last + first.to(tl.int64) * C)
+        now = tl.load(x + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
+        before = tl.load(row[:, None] + c[None, :], here, other=0.0)
     return before.to(tl.float32) - now.to(tl.float32)
 
 
@@ -99,7 +109,7 @@ def penstock_shift_bwd(
     dx,  # [R,C]
     dmu,  # [programs,N,C] float32, sums over the tokens of a program
     R, C, each,
-    N: tl.constexpr, ADD: tl.constexpr, COMPLEMENT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    N: tl.constexpr, ADD: tl.constexpr, COMPLEMENT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Without a low-rank part: dx_t = sum dy_t (1 - m) + sum dy_{t+1} m. A program computes ``each`` blocks of BR tokens.
 
@@ -124,7 +134,7 @@ def penstock_shift_bwd(
         back = tl.zeros([BR, BC], tl.float32)
         if ADD:
             back += tl.load(further + to, here, other=0.0).to(tl.float32)
-        step = _steps(x, last, starts, r, c, R, C)
+        step = _steps(x, last, starts, r, c, R, C, AMD)
         found = ()
         for i in tl.static_range(N):
             m = tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :]
@@ -182,6 +192,7 @@ def penstock_shift_hidden_bwd(
     d_hidden,  # [R,N,M]
     R, C,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """A program computes BR tokens of one interpolation: the sum over channels of dm W, dm = dy (p - x)."""
     i = tl.program_id(0) % N  # programs of the same tokens are adjacent: x is read from memory once
@@ -193,7 +204,7 @@ def penstock_shift_hidden_bwd(
         here = (r < R)[:, None] & (c < C)[None, :]
         d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
         w = tl.load(up + (i * M + j)[:, None].to(tl.int64) * C + c[None, :], (j < M)[:, None] & (c < C)[None, :], other=0.0)
-        dm = d.to(tl.float32) * _steps(x, last, starts, r, c, R, C)
+        dm = d.to(tl.float32) * _steps(x, last, starts, r, c, R, C, AMD)
         found = tl.dot(dm.to(w.dtype), tl.trans(w), found, input_precision=PRECISION)
     to = (r.to(tl.int64) * N + i)[:, None] * M + j[None, :]
     tl.store(d_hidden + to, found.to(d_hidden.dtype.element_ty), (r < R)[:, None] & (j < M)[None, :])
@@ -207,6 +218,7 @@ def penstock_shift_weights_bwd(
     dmu,  # [programs,N,C] float32, likewise
     R, C, each,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """With a low-rank part. A program sums dm h and dm over ``each`` blocks of BR tokens of one interpolation."""
     i = tl.program_id(0)  # programs of the same tokens are adjacent: x is read from memory once
@@ -219,7 +231,7 @@ def penstock_shift_weights_bwd(
         here = (r < R)[:, None] & (c < C)[None, :]
         d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
         h = tl.load(hidden + (r.to(tl.int64) * N + i)[:, None] * M + j[None, :], (r < R)[:, None] & (j < M)[None, :], other=0.0)
-        dm = tl.trans((d.to(tl.float32) * _steps(x, last, starts, r, c, R, C)).to(h.dtype))
+        dm = tl.trans((d.to(tl.float32) * _steps(x, last, starts, r, c, R, C, AMD)).to(h.dtype))
         found = tl.dot(dm, h, found, input_precision=PRECISION)
         sums = tl.dot(dm, ones, sums, input_precision=PRECISION)  # tl.sum would compute dm twice, in two layouts
     to = (p * N + i).to(tl.int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.launch import on_device_of
-from ...gpu.target import power
+from ...gpu.target import Target, power
 from . import token_shift
 from .launch import Formula, Tensors, blocks, by_formula, by_torch, limit, precision, shares, summed
 
@@ -68,7 +68,7 @@ class TokenShift(torch.autograd.Function):
         if x.numel():
             on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
                 x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
-                N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, num_warps=4,
+                N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, AMD=Target.of(x.device).amd, num_warps=4,
             )  # fmt: skip
         return dx, None, None, summed(dmu, mu), None, None, None, None, None
 
@@ -80,7 +80,7 @@ def _low_rank_backward(
     (R, C), (N, M, _) = x.shape, up.shape
     given = [*dy, *[x] * (5 - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
-    half, BR, BC = x.element_size() == 2, 64, 64
+    half, BR, BC, amd = x.element_size() == 2, 64, 64, Target.of(x.device).amd
     options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one stage takes 1.1 to 1.4 times as long
     programs, each = shares(blocks(R, BR), blocks(C, BC) * N)
     dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
@@ -93,9 +93,25 @@ def _low_rank_backward(
             num_stages=stages, **options,
         )  # fmt: skip
         on_device_of(x, token_shift.penstock_shift_hidden_bwd)[(N * blocks(R, BR),)](
-            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **options
+            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, AMD=amd, num_warps=4, num_stages=stages, **options
         )
         on_device_of(x, token_shift.penstock_shift_weights_bwd)[N, blocks(C, BC), programs](
-            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **options
+            x,
+            last,
+            starts,
+            hidden,
+            *given,
+            d_up,
+            dmu,
+            R,
+            C,
+            each,
+            **constants,
+            BR=BR,
+            BC=BC,
+            AMD=amd,
+            num_warps=4,
+            num_stages=stages,
+            **options,
         )
     return dx, summed(dmu, mu), d_hidden, summed(d_up, up)
