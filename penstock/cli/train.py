@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..training.ranks import leave
 from ..training.resuming import after_interruption
 from ..training.run import find_device
 from ..training.run import train as run
@@ -46,6 +47,9 @@ def train(
     except KeyboardInterrupt:
         typer.echo(f"\nInterrupted. {after_interruption(settings.training)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    leave()
+    if not trained.first:
+        return
     losses = [("training", trained.loss), ("evaluation", trained.evaluation_loss)]
     found = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses if loss is not None)
     typer.echo(f"{trained.steps} steps{f', {found}' * bool(found)}")

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..call.private import in_transform, is_fake
 from ..call.recompute import recomputing
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, DeviceError, RangeError
 from ..layers import Mixer, Sequences, Stateless
-from ..layers.as_written import altered, remembered, unwrapped
+from ..layers.as_written import altered, hooked, remembered, unwrapped
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
@@ -287,6 +287,8 @@ class Backbone(nn.Module):
     ) -> Sequences:  # fmt: skip
         """Raise for wrong arguments; states in place must be writable."""
         complaints, like = Complaints(function), self.like()
+        if type(getattr(self.embeddings, "weight", None)) is not nn.Parameter:
+            self._refuse_sharded(complaints)
         given, name = (ids, "ids") if embedded is None else (embedded, "inputs_embeds")
         if like.is_meta and isinstance(given, Tensor):
             like = self.like(given.device)  # hooks move weights to the device
@@ -308,6 +310,13 @@ class Backbone(nn.Module):
                 if found is not None:
                     self._checked = found
         return sequences
+
+    def _refuse_sharded(self, complaints: Complaints) -> None:
+        """Raise for parameters that ``fully_shard`` gathers only in calls of methods that it knows."""
+        if hasattr(getattr(self.embeddings, "weight", None), "device_mesh") and hooked(self.embeddings) is None:
+            remedy = f"Call penstock.distributed.shard, or register_fsdp_forward_method(model, {complaints.function!r}) of torch."
+            complaints.add(DeviceError, "model", "one whose parameters are gathered for this call", "sharded embeddings", remedy)
+            complaints.raise_any()
 
 
 def norm(config: Config) -> nn.Module:

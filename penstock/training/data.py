@@ -21,6 +21,8 @@ from ..models.tokenizers import Tokenizer
 
 IGNORED = -100
 """Label of the tokens whose next token is not predicted."""
+FILLER = -1
+"""The index of a sample without labels, which completes a batch."""
 BINARY = (".bin", ".npy")
 
 
@@ -107,7 +109,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
     int64 [n], the positions in the window where documents begin, including 0; and a document's last label is ``IGNORED``. ``most`` limits
-    the number of samples. ``argument`` is the name of the corpus in messages.
+    the number of samples. ``argument`` is the name of the corpus in messages. The sample ``FILLER`` has no labels.
     """
 
     def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, most: int | None = None, argument: str = "data") -> None:
@@ -133,11 +135,13 @@ class Windows(Dataset[dict[str, Tensor]]):
         return self.length - (int(((begins >= 1) & (begins <= tokens)).sum()) / len(self) if self.packed else 0)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
+        if not FILLER <= index < len(self):
             raise IndexError(index)
-        begin = index * self.length
+        begin = max(index, 0) * self.length
         window = torch.from_numpy(self.corpus.tokens[begin : begin + self.length + 1].astype("int64"))
         ids, labels = window[:-1], window[1:].clone()
+        if index == FILLER:
+            labels.fill_(IGNORED)
         if not self.packed:
             return {"ids": ids, "labels": labels}
         first, last = torch.searchsorted(self.corpus.begins, torch.tensor([begin + 1, begin + self.length + 1])).tolist()

@@ -10,17 +10,21 @@ import torch
 
 from ..models import CausalLM
 from .data import Windows
+from .ranks import Ranks
+from .settings import Mesh, Training
 
 Say = Callable[[str], object]
 TIMED = 3
 """Steps after which the expected time is printed. The first one is slower than the others and is not counted."""
 
 
-def about_model(model: CausalLM, dtype: str, device: str) -> str:
+def about_model(model: CausalLM, dtype: str, device: str, ranks: Ranks, mesh: Mesh) -> str:
     """The model and where it is trained."""
     kinds = ", ".join(dict.fromkeys(one.kind for one in model.config.mixers))
     threads = torch.get_num_threads()
     place = f"{device}, {threads} thread{'s' * (threads > 1)}" if device == "cpu" else device
+    if ranks.count > 1:
+        place += f", {ranks.count} ranks{', sharded' * mesh.shard}"
     return f"model: {kinds}, {sum(one.numel() for one in model.parameters()):,} parameters, {dtype} on {place}"
 
 
@@ -52,7 +56,7 @@ def about_time(seconds: float, steps: int) -> str:
     return f"{seconds:.2f} s a step: the other {steps:,} steps take about {unit}, without evaluations"
 
 
-def teller(say: Say, about: list[str], samples: Windows) -> Any:
+def teller(say: Say, about: list[str], samples: Windows, training: Training) -> Any:
     """The callback of the Trainer that prints these messages in the first process."""
     from transformers import TrainerCallback
 
@@ -61,7 +65,7 @@ def teller(say: Say, about: list[str], samples: Windows) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.before = state.global_step
-            batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            batch = training.batch_size * training.accumulate
             if state.is_world_process_zero:
                 for line in (*about, about_steps(self.before, state.max_steps, batch, samples)):
                     say(line)

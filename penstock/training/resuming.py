@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from ..errors import Complaints, RangeError
 from ..models import Config, load
 from .settings import FUNCTION, Training
+from .shards import FOLDER, METADATA
 
 STATE = "trainer_state.json"
 """The file that the Trainer writes last to a checkpoint. Without it, the writing was interrupted."""
 RESUMED = ("optimizer.pt", "scheduler.pt")
 """Files that the Trainer would silently replace by new state if they are missing."""
+SHARDED = (f"{FOLDER}/{METADATA}", "scheduler.pt")
+"""The same files of sharded models."""
 
 
 def last_whole(output: Path) -> Path | None:
@@ -28,14 +32,25 @@ def last_checkpoint(training: Training, config: Config) -> Path | None:
     if _folders(output) and not training.resume:
         rule = "a folder without checkpoints if training.resume is false"
         complaints.add(RangeError, "training.output", rule, repr(training.output), "Name another folder, or remove the checkpoints.")
-    elif found is not None and (missing := [name for name in RESUMED if not (found / name).is_file()]):
+    elif found is not None and (missing := _missing(found)):
         value = f"{str(found)!r} without {' and '.join(missing)}"
         complaints.add(RangeError, "training.output", "a folder of whole checkpoints", value, "Remove this checkpoint.")
-    elif found is not None and load(found).config != config:
+    elif found is not None and _config(found) != config:
         rule = "a folder whose checkpoints are of the same model"
         complaints.add(RangeError, "training.output", rule, repr(str(found)), "Name another folder, or remove the checkpoints.")
     complaints.raise_any()
     return found
+
+
+def _missing(checkpoint: Path) -> list[str]:
+    """The files without which a run cannot continue from a checkpoint."""
+    return [name for name in (SHARDED if (checkpoint / FOLDER).is_dir() else RESUMED) if not (checkpoint / name).is_file()]
+
+
+def _config(checkpoint: Path) -> Config:
+    if not (checkpoint / FOLDER).is_dir():
+        return load(checkpoint).config
+    return Config.from_dict(json.loads((checkpoint / "config.json").read_text("utf-8"))["model"])
 
 
 def after_interruption(training: Training) -> str:

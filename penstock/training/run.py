@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
-from ..errors import Complaints, DeviceError, MissingExtra, RangeError
+from ..distributed import shard
+from ..errors import Complaints, DeviceError, RangeError
 from ..layers.keywords import suggestion
 from ..models import CausalLM, load, save
+from ..models.checkpoints.native import stored
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
-from .data import IGNORED, Windows, collate, find_files, read
+from .data import Windows, find_files, read
 from .progress import Say, about_data, about_model, teller
+from .ranks import find_ranks, join
 from .resuming import STATE, last_checkpoint, steps_before
-from .schedule import rate
-from .settings import ARCHITECTURES, FUNCTION, Settings, Training
+from .settings import ARCHITECTURES, FUNCTION, Mesh, Settings
+from .shards import gathered
+from .trainer import make_arguments, make_trainer, restore_model
 
 WORLD_ROWS = 65536
 """Embeddings of published models with World tokens."""
@@ -38,35 +37,18 @@ class Trained(NamedTuple):
     """The mean loss in nats per token since the last log entry before the end."""
     evaluation_loss: float | None
     """The loss of the evaluation text, if there is one."""
-
-
-class Objective(nn.Module):
-    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass.
-
-    The Trainer's loss of an evaluation is the mean over samples. In evaluation mode the loss of a batch is therefore its sum, divided by
-    (its number of samples) * (the mean number of labels per sample): so the mean is over labels.
-    """
-
-    def __init__(self, model: CausalLM, evaluation: Windows | None = None) -> None:
-        super().__init__()
-        self.model, self.evaluation = model, evaluation
-
-    def forward(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
-        """Mean loss in nats of the labels that are not ignored."""
-        if not self.training and self.evaluation is not None:
-            samples = ids.numel() / self.evaluation.length
-            total = self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum")
-            return {"loss": total / (samples * self.evaluation.counted)}
-        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
+    first: bool = True
+    """Whether this is the first of several processes."""
 
 
 def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda line: None) -> Trained:
     """Train as the settings say, and save the model, its tokenizer and its checkpoints in ``training.output``.
 
-    ``callbacks`` are for the Trainer; ``say`` gets lines about the run. Raises RangeError, DtypeError, DeviceError or MissingExtra.
+    Every process that ``torchrun`` starts calls it. ``callbacks`` are for the Trainer; ``say`` gets lines about the run, in the first of
+    them. Raises RangeError, DtypeError, DeviceError or MissingExtra.
     """
     data, training = settings.data, settings.training
-    device = find_device(training.device)
+    device, ranks = find_device(training.device), find_ranks(settings)
     files = find_files(data.train, FUNCTION, "data.train")
     others = find_files(data.evaluation, FUNCTION, "data.evaluation")
     output = Path(training.output)
@@ -82,33 +64,58 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     )
     assert samples is not None
 
-    def write(folder: Path) -> None:
-        save(model, folder, overwrite=True)
+    def write(folder: Path, whole: CausalLM, weights: bool = True) -> None:
+        if weights:
+            save(whole, folder, overwrite=True)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(stored(whole.config), indent=2), "utf-8")
         if source is not None:
             (folder / source.name).write_bytes(source.read_bytes())
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}), "utf-8")
 
     checkpoint = last_checkpoint(training, model.config)
     half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
-    about = [about_model(model, "bfloat16" if half else "float32", device), about_data(samples, evaluation)]
+    about = [about_model(model, "bfloat16" if half else "float32", device, ranks, settings.mesh), about_data(samples, evaluation)]
     about += [f"continues from {checkpoint}"] * (checkpoint is not None)
-    trainer = _trainer(Objective(model, evaluation), training, device, half, samples, evaluation, write)
-    for callback in (teller(say, about, samples), *callbacks):
+    join(ranks, device)
+    arguments = make_arguments(training, ranks, device, half, evaluation is not None)
+    if sharded := settings.mesh.shard and ranks.count > 1:
+        shard(model, **_sharding(settings.mesh, device, ranks.count))
+    trainer = make_trainer(model, training, ranks, arguments, samples, evaluation, write, sharded)
+    for callback in (teller(say, about, samples, training), *callbacks):
         trainer.add_callback(callback)
     done = checkpoint is not None and training.steps is not None and steps_before(checkpoint) >= training.steps
     if done and checkpoint is not None:
         # nothing is left to do; the Trainer would take one more step
-        model.load_state_dict(load(checkpoint).state_dict())
+        restore_model(checkpoint, model)
         trainer.state = type(trainer.state).load_from_json(str(checkpoint / STATE))
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if trainer.is_world_process_zero():
-        write(output)
     step, logs = trainer.state.global_step, trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry]
     evaluated = [] if done else [entry["eval_loss"] for entry in logs if "eval_loss" in entry and entry["step"] == step]
     found = None if evaluation is None else evaluated[-1] if evaluated else trainer.evaluate()["eval_loss"]
-    return Trained(output, step, losses[-1] if losses else None, found)
+    whole = gathered(model) if sharded else model
+    if whole is not None and trainer.is_world_process_zero():
+        write(output, whole)
+    return Trained(output, step, losses[-1] if losses else None, found, trainer.is_world_process_zero())
+
+
+def _sharding(mesh: Mesh, device: str, count: int) -> dict[str, Any]:
+    """The arguments of ``shard``."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dtypes = {
+        name: None if value is None else getattr(torch, value)
+        for name, value in (("param_dtype", mesh.param_dtype), ("reduce_dtype", mesh.reduce_dtype))
+    }
+    return {
+        "mesh": init_device_mesh(device, (count,), mesh_dim_names=("ranks",)),
+        **dtypes,
+        "reshard_after_forward": mesh.reshard_after_forward,
+        "cpu_offload": mesh.cpu_offload,
+    }
 
 
 def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
@@ -154,74 +161,3 @@ def find_device(name: str) -> str:
         complaints.add(DeviceError, "training.device", "one that torch can use", repr(name), "Take auto or cpu.")
         complaints.raise_any()
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def _trainer(
-    objective: Objective, training: Training, device: str, half: bool, samples: Windows, evaluation: Windows | None,
-    write: Callable[[Path], None],
-) -> Any:  # fmt: skip
-    """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
-    try:
-        from transformers import Trainer, TrainerCallback, TrainingArguments
-    except ImportError as error:
-        raise MissingExtra.of(FUNCTION, "transformers", "transformers") from error
-
-    class Wired(Trainer):
-        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-            if self.args.should_save:
-                write(Path(output_dir or training.output))
-
-        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-            objective.model.load_state_dict(load(resume_from_checkpoint).state_dict())
-
-        def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-            if self.lr_scheduler is None:
-                warmup = self.args.get_warmup_steps(num_training_steps)
-                factor = partial(rate, schedule=training.schedule, warmup=warmup, steps=num_training_steps)
-                chosen: Any = self.optimizer if optimizer is None else optimizer
-                self.lr_scheduler = LambdaLR(chosen, factor)
-            scheduler: LambdaLR = self.lr_scheduler
-            return scheduler
-
-        def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-            return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
-
-    class Diverged(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            loss = (logs or {}).get("loss", 0.0)
-            if not math.isfinite(loss):
-                complaints = Complaints(FUNCTION)
-                remedy = "Take a smaller training.learning_rate or a longer training.warmup, and another training.output."
-                complaints.add(RangeError, "the loss", "a number", f"{loss} after {state.global_step} steps", remedy)
-                complaints.raise_any()
-
-    arguments = TrainingArguments(
-        output_dir=training.output,
-        max_steps=training.steps or -1,
-        num_train_epochs=training.epochs,
-        per_device_train_batch_size=training.batch_size,
-        per_device_eval_batch_size=training.batch_size,
-        gradient_accumulation_steps=training.accumulate,
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup,
-        weight_decay=training.weight_decay,
-        adam_beta1=training.betas[0],
-        adam_beta2=training.betas[1],
-        max_grad_norm=training.clip,
-        bf16=half,
-        use_cpu=device == "cpu",
-        seed=training.seed,
-        logging_steps=training.log_every,
-        logging_nan_inf_filter=False,
-        save_steps=training.save_every,
-        save_total_limit=training.keep,
-        eval_strategy="no" if evaluation is None else "steps",
-        eval_steps=training.evaluate_every,
-        prediction_loss_only=True,
-        report_to=["tensorboard"] if training.tensorboard else [],
-        dataloader_pin_memory=device == "cuda",
-        ddp_find_unused_parameters=False,
-        remove_unused_columns=False,
-    )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches
-    return Wired(objective, arguments, collate, samples, evaluation, callbacks=[Diverged()])

@@ -1,4 +1,4 @@
-"""The YAML file of ``penstock train``: three sections, each a dataclass. Every other key is an error."""
+"""The YAML file of ``penstock train``: four sections, each a dataclass. Every other key is an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Training:
     """Optimizer steps; without it, ``epochs``."""
     epochs: float = 1.0
     batch_size: int = 8
-    """Samples of one forward pass on one device."""
+    """Samples of one forward pass, of all ranks together."""
     accumulate: int = 1
     """Forward passes of one step."""
     learning_rate: float = 6e-4
@@ -85,6 +85,26 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """The section ``mesh``: how the processes that ``torchrun`` starts divide the work. It may be left out."""
+
+    dp: int | None = None
+    """Parts of a batch. Default: all processes / ``cp``."""
+    cp: int = 1
+    """Parts of a sample, each of consecutive tokens."""
+    shard: bool = False
+    """Whether parameters, gradients and optimizer states are sharded over all ranks (FSDP2). Without it, each rank has all of them."""
+    param_dtype: str | None = None
+    """The dtype in which sharded parameters are gathered: ``float32`` or ``bfloat16``. Default: as they are stored, float32."""
+    reduce_dtype: str | None = None
+    """The dtype of gradients while ranks sum them, likewise."""
+    reshard_after_forward: bool = True
+    """Whether the gathered parameters of a layer are freed after its forward pass, and gathered again for the backward pass."""
+    cpu_offload: bool = False
+    """Whether sharded parameters, gradients and optimizer states are in the memory of the host."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file."""
 
@@ -92,6 +112,7 @@ class Settings:
     """Either ``path``, a checkpoint; or ``architecture`` and the arguments of that function of ``penstock.models``."""
     data: Data
     training: Training
+    mesh: Mesh = Mesh()
 
 
 ARCHITECTURES: dict[str, Callable[..., models.Config]] = {
@@ -139,22 +160,26 @@ def parse(content: Any) -> Settings:
     penstock.errors.RangeError: train: training must be made of ..., got 'lerning_rate'. Did you mean learning_rate?
     """
     complaints = Complaints(FUNCTION)
-    whole = _known(complaints, "the file", content, ("model", "data", "training"))
+    whole = _known(complaints, "the file", content, ("model", "data", "training", "mesh"))
     for section in ("model", "data", "training"):
         if section not in whole and isinstance(content, Mapping):
             complaints.add(RangeError, section, "given", "none", "Add this section.")
     data = _filled(complaints, "data", whole.get("data", {}), Data)
     training = _filled(complaints, "training", whole.get("training", {}), Training)
+    mesh = _filled(complaints, "mesh", whole.get("mesh", {}), Mesh)
     if "model" in whole:
         _check_model(complaints, whole["model"])
     if data is not None:
         _check_data(complaints, data)
     if training is not None:
         _check_training(complaints, training)
+    if mesh is not None:
+        _check_mesh(complaints, mesh)
     complaints.raise_any()
     assert data is not None
     assert training is not None
-    return Settings(whole["model"], data, training)
+    assert mesh is not None
+    return Settings(whole["model"], data, training, mesh)
 
 
 def _known(complaints: Complaints, place: str, content: Any, known: tuple[str, ...]) -> dict[str, Any]:
@@ -254,6 +279,19 @@ def _check_training(complaints: Complaints, training: Training) -> None:
     for name, known in (("schedule", SCHEDULES), ("dtype", DTYPES), ("device", ("auto", "cpu", "cuda"))):
         if getattr(training, name) not in known:
             complaints.add(RangeError, f"training.{name}", f"one of {', '.join(known)}", repr(getattr(training, name)))
+
+
+def _check_mesh(complaints: Complaints, mesh: Mesh) -> None:
+    for name in ("dp", "cp"):
+        value = getattr(mesh, name)
+        if value is not None:
+            _at_least(complaints, f"mesh.{name}", value, 1)
+    if mesh.cp > 1:
+        remedy = "Context parallelism of whole models is not supported yet; penstock.distributed.ContextParallel is one of operators."
+        complaints.add(RangeError, "mesh.cp", "1", mesh.cp, remedy)
+    for name in ("param_dtype", "reduce_dtype"):
+        if getattr(mesh, name) not in (None, *DTYPES[1:]):
+            complaints.add(RangeError, f"mesh.{name}", f"{' or '.join(DTYPES[1:])}", repr(getattr(mesh, name)))
 
 
 def _at_least(complaints: Complaints, name: str, value: float, least: int) -> None:

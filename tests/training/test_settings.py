@@ -56,9 +56,9 @@ def test_every_architecture_can_be_named():
 @pytest.mark.parametrize(
     ("content", "messages"),
     [
-        (None, ["train: the file must be a mapping of data, model, training, got None"]),
+        (None, ["train: the file must be a mapping of data, mesh, model, training, got None"]),
         ({}, ["train: model must be given", "train: data must be given", "train: training must be given"]),
-        (SMALL | {"modell": {}}, ["train: the file must be made of data, model, training, got 'modell'. Did you mean model?"]),
+        (SMALL | {"modell": {}}, ["train: the file must be made of data, mesh, model, training, got 'modell'. Did you mean model?"]),
         (changed("data", lenght=3), ["train: data must be made of evaluation, length, packing", "got 'lenght'. Did you mean length?"]),
         (changed("training", zzz=1), ["weight_decay, got 'zzz'."]),
         (changed("training", batch_size=1.5), ["train: training.batch_size must be a whole number, got 1.5 of type float"]),
