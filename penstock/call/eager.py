@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,17 +43,26 @@ class _Call(torch.autograd.Function):
         operator, seen, impl, inputs, outputs = ctx.call
         kept, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
-        signature, given = seen.kind.signature, seen.kind.given
-        function = signature.function
-        upstream = operator.upstream(function, tensors, d_results)
-        if torch.is_grad_enabled() or not private.fast(upstream):  # differentiated again, or not plain tensors
-            found = _in_torch(operator, seen, impl, tensors, results, upstream)
-        else:
-            same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
-            problem = operator.problem.known(operator, same or operator.learn(signature, tensors, given), tensors)  # values are checked
-            wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
-            found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
-        return None, None, None, None, *operator.placed(found, needed)
+        function, given = seen.kind.signature.function, seen.kind.given
+        found = gradients(operator, function, tensors, given, impl, Upstream(d_results, results, residuals, needed))
+        return None, None, None, None, *found
+
+
+def gradients(
+    operator: Declared[Any], function: str, tensors: Tensors, options: Sequence[Any], impl: str, upstream: Upstream
+) -> list[Tensor | None]:
+    """The gradient of each argument of an earlier call, None if it is not in ``upstream.wanted``, here one flag an argument."""
+    d_results, results, residuals, needed = upstream
+    d_results = tuple(operator.upstream(function, tensors, d_results))
+    if torch.is_grad_enabled() or not private.fast(d_results):  # differentiated again, or not plain tensors
+        found = _in_torch(operator, function, options, impl, tensors, results, d_results)
+    else:
+        same = operator.recall(function, tensors, options)  # hooks of saved tensors may have changed strides
+        seen = same or operator.learn(operator.signature(function), tensors, options)
+        problem = operator.problem.known(operator, seen, tensors)  # values are checked
+        wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
+        found = operator.gradients(problem, impl, Upstream(d_results, results, residuals, wanted))
+    return operator.placed(found, needed)
 
 
 _apply = super(torch.autograd.Function, _Call).apply
@@ -79,11 +89,12 @@ class _Attached(torch.autograd.Function):
             return None, None, None, None, *d_results, *[None] * inputs
         tensors, results = kept[:inputs], kept[inputs:]
         upstream = operator.upstream(seen.kind.signature.function, tensors, d_results)
-        found = _in_torch(operator, seen, impl, tensors, results, upstream)
+        found = _in_torch(operator, seen.kind.signature.function, seen.kind.given, impl, tensors, results, upstream)
         return None, None, None, None, *[None] * count, *operator.placed(found, ctx.needs_input_grad[4 + count :])
 
 
-def _in_torch(operator: Declared[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
+def _in_torch(
+    operator: Declared[Any], function: str, options: Sequence[Any], impl: str, tensors: Tensors, results: Tensors, upstream: Tensors
+) -> Tensors:
     """Gradients by torch's operator. They can be differentiated again."""
-    options = operator.plain(seen.kind.given)
-    return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.kind.signature.function, *options, impl))
+    return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, function, *operator.plain(options), impl))

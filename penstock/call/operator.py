@@ -20,6 +20,7 @@ from .declaration import Option, Result, Signature
 from .declared import Declared, P
 from .derivatives import Tensors
 from .dispatch import Explanation, Family
+from .implementation import Upstream
 from .memory import Seen
 from .validation import check_types
 
@@ -82,6 +83,25 @@ class Operator(Declared[P]):
         if not torch.compiler.is_compiling() and private.transforming():
             return transforms.run(self, signature, tensors, options, impl)
         return self.asked_for(self.unpacked(self.in_torch(*tensors, function, *options, impl)), options)
+
+    def forward(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str) -> tuple[Tensors, Tensors]:
+        """All results and the residuals of a later ``backward``, without autograd. The tensors are cast."""
+        if not private.fast(tensors):
+            with torch.no_grad():
+                return self(function, tensors, options, impl), ()
+        seen = self.recall(function, tensors, options)
+        if seen is None:
+            signature = self.signature(function)
+            check_types(signature, tensors, self.options, options)
+            self.family.check_name(function, impl)
+            seen = self.learn(signature, tensors, options)
+        return self.run(self.known(seen, tensors), impl, saved=True, residuals=True)
+
+    def backward(
+        self, function: str, tensors: Tensors, options: Sequence[Any], impl: str, upstream: Upstream
+    ) -> Tensors:  # fmt: skip
+        """The gradient of each argument of ``forward``, None if it is not wanted. ``upstream.wanted``: one flag an argument."""
+        return eager.gradients(self, function, tensors, options, impl, upstream)
 
     def eager(self, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
         """The results of a cached call, differentiable if an argument requires gradients."""

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..call.autocast import cast
+from ..call.derivatives import Tensors
+from ..call.implementation import Upstream
+from ..call.operator import Explain
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
 from ..tokens.context import ContextParallel, Passes
 from ..tokens.decays import retnet_decay
@@ -100,8 +103,14 @@ def over_ranks(
     by = next((one.name for one in SUMMARY.family.implementations if impl.startswith(one.name)), "auto")  # of the same kind
     row, run = VARIANTS[variant], (scale, False, True)
 
-    def forward(given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    def call(given: Tensors) -> tuple[Tensor, Tensor]:
         return tuple(RECURRENCE(variant, tuple(given), run, impl))  # type: ignore[return-value]
+
+    def forward(given: Tensors) -> tuple[tuple[Tensor, Tensor], Tensors]:
+        return RECURRENCE.forward(variant, given, run, impl)  # type: ignore[return-value]
+
+    def backward(given: Tensors, d_results: Tensors, residuals: Tensors, needed: Sequence[bool]) -> Tensors:
+        return RECURRENCE.backward(variant, given, run, impl, Upstream(tuple(d_results), (), tuple(residuals), tuple(needed)))
 
     def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
         factor = default_scale({"K": x.shape[3]}, row) if scale is None else scale
@@ -110,5 +119,7 @@ def over_ranks(
         assert decay is not None
         return made, decay
 
-    passes = Passes(variant, forward, summed, "T" in row.decay)
+    if isinstance(impl, Explain):
+        call((*tensors[:-2], context.cu_seqlens, None))
+    passes = Passes(variant, call, forward, backward, summed, "T" in row.decay)
     return context.run(passes, cast(tensors, RECURRENCE.cast), bool(wanted))

@@ -67,8 +67,12 @@ class Passes(NamedTuple):
 
     function: str
     """The public function, in messages."""
-    forward: Callable[[Tensors], tuple[Tensor, Tensor]]
-    """Output and final state, differentiable."""
+    call: Callable[[Tensors], tuple[Tensor, Tensor]]
+    """Output and final state, without autograd."""
+    forward: Callable[[Tensors], tuple[tuple[Tensor, Tensor], Tensors]]
+    """The same and residuals of ``backward``."""
+    backward: Callable[[Tensors, Tensors, Tensors, Sequence[bool]], Tensors]
+    """The gradients of the tensors from themselves, those of the results, residuals, and which are wanted."""
     summary: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor]]
     """State and log decay of k, v, the decay and the state before the tokens; as the adjoint of q, dO, the decay and the gradient after."""
     timed: bool
@@ -168,7 +172,7 @@ class ContextParallel:
             output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
         else:
             with shared():
-                output, final = passes.forward(self.entered(passes, tensors))
+                output, final = passes.call(self.entered(passes, tensors))
             final = self.finals(final) if wanted else final
         return output, final if wanted else None
 
@@ -202,8 +206,6 @@ class ContextParallel:
         entered = self._carried(passes, k, v, g, begins, self._part(-1), own.leaves, False)
         if entered is not None:
             mine = self._with_row(mine, entered, 0)
-        if mine is not None and mine is not state and state is not None and state.requires_grad:
-            mine = mine.detach().requires_grad_()
         one = self.tokens > 0 and len(own.sequences) == 1  # as a batch row, whose kernels need no offsets
         return *tensors[:-2], None if one else self.cu_seqlens, mine
 
@@ -328,39 +330,28 @@ def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor
 
 
 class _Run(torch.autograd.Function):
-    """The call on this rank has a graph of its own, from detached tensors: its gradient of the final states comes from other ranks."""
+    """The call on this rank. Its gradient of the final states comes from other ranks."""
 
     @staticmethod
     def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with shared():
-            with torch.no_grad():
-                here = context.entered(passes, leaves)
-            with torch.enable_grad():
-                output, final = passes.forward(here)
-        ctx.call, ctx.graph = (context, passes, wanted), (leaves, here, output, final)
-        states = context.finals(final.detach()) if wanted else final.detach()
+            here = context.entered(passes, tensors)
+            (output, final), residuals = passes.forward(here)
+        ctx.call = context, passes, wanted
+        ctx.save_for_backward(tensors[-1], *here, *residuals)
+        final = context.finals(final) if wanted else final
         if not wanted:
-            ctx.mark_non_differentiable(states)
-        return output.detach(), states
+            ctx.mark_non_differentiable(final)
+        return output, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         context, passes, wanted = ctx.call
-        if ctx.graph is None:
-            complaints = Complaints(passes.function)
-            complaints.add(RangeError, "the backward pass", "run once with a context", "another one", "Call the function again.")
-            complaints.raise_any()
-        (leaves, here, output, final), ctx.graph = ctx.graph, None
-        state = here[-1]
-        mine = [x for x in (*leaves[:-1], state) if x is not None and x.requires_grad]
+        given, *kept = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        here, residuals = kept[: len(needed)], kept[len(needed) :]
         with shared():
             d_states = context.backward(passes, d_output, d_final if wanted else None, here)
-            found = iter(torch.autograd.grad((output, final), mine, (d_output, d_states), allow_unused=True, materialize_grads=True))
-        grads = [next(found) if x is not None and x.requires_grad else None for x in leaves[:-1]]
-        given = leaves[-1]
-        d_given = next(found) if state is not None and state.requires_grad else None
-        if given is not None and given.requires_grad:
-            d_given = context.of_given(given, d_given)
-        return None, None, None, *grads, d_given
+            *grads, d_given = passes.backward(here, (d_output, d_states), residuals, needed)
+        return None, None, None, *grads, context.of_given(given, d_given) if needed[-1] else None

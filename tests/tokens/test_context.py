@@ -1,15 +1,19 @@
 """Context parallelism: slices, all variants over the ranks of a group, and calls that cannot be made."""
 
+import gc
+import weakref
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Call, calls, compare, same_bits, spawned
 
 import penstock as ps
+from penstock.call.operator import explain
 from penstock.recurrence.variants import VARIANTS
 from penstock.tokens.context import slices
 
@@ -86,7 +90,36 @@ def test_what_calls_with_a_context_refuse(alone):
     ):
         with pytest.raises(ps.InvalidArgument, match=message):
             ps.linear_attention(q, k, v, **options)
-    output = ps.linear_attention(q, k, v, context=context).output
-    output.sum().backward(retain_graph=True)
-    with pytest.raises(ps.RangeError, match="the backward pass must be run once with a context"):
-        output.sum().backward()
+
+
+def test_a_graph_is_used_twice(alone):
+    q, k, v = (torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))
+    output = ps.linear_attention(q, k, v, context=ps.distributed.ContextParallel(alone, tokens=9)).output
+    first, second = (torch.autograd.grad(output.sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second))
+
+
+def test_checkpointing_frees_the_inputs(alone):
+    """Whatever the backward pass needs is a saved tensor."""
+    x, seen = torch.randn(1, 9, 2, 4, requires_grad=True), []
+    context = ps.distributed.ContextParallel(alone, tokens=9)
+
+    def block(x):
+        q = x * 2
+        seen.append(weakref.ref(q.untyped_storage()))
+        return ps.linear_attention(q, x, x, context=context).output.sum()
+
+    loss = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    gc.collect()
+    assert seen[0]() is None
+    loss.backward()
+    alone = torch.autograd.grad(ps.linear_attention(x * 2, x, x).output.sum(), x)[0]
+    torch.testing.assert_close(x.grad, alone)
+
+
+def test_explained_calls_exchange_nothing(alone, monkeypatch):
+    q, k, v = (torch.randn(1, 9, 2, 4) for _ in range(3))
+    context = ps.distributed.ContextParallel(alone, tokens=9)
+    monkeypatch.setattr(context, "run", None)
+    found = explain(ps.linear_attention, q, k, v, context=context)
+    assert str(found) == str(explain(ps.linear_attention, q, k, v, output_final_state=True))
