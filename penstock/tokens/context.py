@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call import private
+from ..call.validation import known_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..gpu.sharing import shared
 from .dtypes import state_dtype
@@ -160,6 +162,10 @@ class ContextParallel:
         """Output of this rank's tokens and, if ``wanted``, the final states of all sequences, on every rank."""
         if torch.compiler.is_compiling():  # compiled graphs break here; the decorator would import the compiler at once
             return torch.compiler.disable(self._run)(passes, tensors, wanted)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled() and private.saved_tensor_hooks() is not None and any(x is not None and x.requires_grad for x in tensors):
+            self._check(passes.function, tensors)
+            output, final = _RunAgain.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
+            return output, final if wanted else None
         return self._run(passes, tensors, wanted)
 
     def _run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
@@ -364,3 +370,29 @@ class _Run(torch.autograd.Function):
         if given is not None and given.requires_grad:
             d_given = context.of_given(given, d_given)
         return None, None, None, *grads, d_given
+
+
+class _RunAgain(_Run):
+    """``_Run`` inside saved-tensor hooks, as those of checkpoints: they get the inputs, and the backward pass runs the call again.
+
+    Its graph would keep the inputs, which hooks cannot replace.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = _Run.forward(ctx, context, passes, wanted, *tensors)
+        (leaves, here, _, _), ctx.graph = ctx.graph, None
+        given = *leaves, here[-1]
+        ctx.learned, ctx.offsets = [x is not None and x.requires_grad for x in given], here[-2]
+        ctx.save_for_backward(*tensors, None if here[-1] is None else here[-1].detach())
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Any, ...]:
+        given = [None if x is None else x.detach().requires_grad_(learned) for x, learned in zip(ctx.saved_tensors, ctx.learned)]
+        here = *given[:-3], ctx.offsets, given[-1]
+        with torch.enable_grad(), known_values("g"):  # the first call has checked them
+            output, final = ctx.call[1].forward(here)
+        ctx.graph = given[:-1], here, output, final
+        return _Run.backward(ctx, d_output, d_final)

@@ -1,13 +1,17 @@
 """Context parallelism: slices, all variants over the ranks of a group, and calls that cannot be made."""
 
+import weakref
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import draw as drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Call, calls, compare, same_bits, spawned
+from ranks import Call, calls, compare, run, same_bits, spawned
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.recurrence.variants import VARIANTS
@@ -90,3 +94,26 @@ def test_what_calls_with_a_context_refuse(alone):
     output.sum().backward(retain_graph=True)
     with pytest.raises(ps.RangeError, match="the backward pass must be run once with a context"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpoints_keep_no_tensors_of_a_call(alone, name, packed):
+    """Gradients are equal to the bit, and what a checkpointed function makes is freed after the forward pass."""
+    case = Call(name, (70,), (30, 40) if packed else None, True, True, torch.float32)
+    tensors, kept = drawn(case.case), []
+    context = ps.distributed.ContextParallel(alone, tokens=70, cu_seqlens=case.offsets)
+
+    def function(**given):
+        made = {name: x * 1 for name, x in given.items()}
+        kept.extend(weakref.ref(x.untyped_storage()) for x in made.values())
+        return run(case, tensors | made, context=context)
+
+    results = []
+    for call in (function, partial(checkpoint, function, use_reentrant=False)):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if x is not None}
+        kept.clear()
+        output, final = call(**leaves)
+        assert (call is function) != all(one() is None for one in kept)
+        results.append(torch.autograd.grad(output.sin().sum() + final.sin().sum(), list(leaves.values())))
+    assert all(torch.equal(*pair) for pair in zip(*results))
