@@ -76,7 +76,8 @@ def test_gradients_of_tails(used, learned, bounds):
     case = Case(4, bounds, True, True, FLOAT32)
     given = [one.requires_grad_(learned or n != 1) for n, one in enumerate(case.draw())]
     exact = [one.detach().double().requires_grad_(one.requires_grad) for one in given]
-    results = kernels.Convolution.apply(*given[:2], *case.offsets(), *given[2:], True, formula_of(case)), loop(*exact, bounds, True)
+    formula = formula_of(case) if 1 in used else None  # kernels have no gradient of the new tail
+    results = kernels.Convolution.apply(*given[:2], *case.offsets(), *given[2:], True, formula), loop(*exact, bounds, True)
     grads = []
     for found, leaves in zip(results, (given, exact)):
         inputs = [one for one in leaves if one.requires_grad]

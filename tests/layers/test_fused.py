@@ -371,11 +371,14 @@ def test_one_tensor_as_two_arguments():
     torch.testing.assert_close(found, wanted)
 
 
-def test_gradients_of_the_token_before_the_first():
-    at, formula = sequences(True), token_shift.shift_formula
+@pytest.mark.parametrize(("rank", "complement"), [(0, False), (0, True), (3, False)])
+def test_gradients_of_the_token_before_the_first(rank, complement):
+    """Without the formula."""
+    at = sequences(True)
     x, last, mu = normal(75, 8), normal(5, 8).requires_grad_(), normal(2, 8)
-    found = token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, formula)
-    wanted = formula(x, last, at.starts, mu, None, None)
+    hidden, up = (normal(75, 2, rank), normal(2, rank, 8)) if rank else (None, None)
+    found = token_shift_launch.TokenShift.apply(x, last, at.starts, mu, hidden, up, None, False, complement)
+    wanted = token_shift.shift_formula(x, last, at.starts, 1 - mu if complement else mu, hidden, up)
     grads = [torch.autograd.grad(sum(y.square().sum() for y in results), last)[0] for results in (found, wanted)]
     torch.testing.assert_close(*grads)
     assert grads[0][0].abs().max() == 0  # its sequence is empty

@@ -4,7 +4,7 @@ import pytest
 from architectures import ARCHITECTURES
 from ranks import spawned
 from sampling import slow
-from slices import cuts, models_alike
+from slices import averaged_alike, cuts, models_alike
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), *slow((2, 6), (4, 6))])
@@ -13,3 +13,8 @@ def test_ranks_equal_one_process(sizes):
     ranks, each = sizes
     every = cuts(ranks, each * len(ARCHITECTURES))
     spawned(models_alike, ranks, [(name, cut) for n, name in enumerate(ARCHITECTURES) for cut in every[n * each : (n + 1) * each]])
+
+
+@pytest.mark.parametrize("name", ["rwkv6", *slow("hybrid", "mamba2")])
+def test_averaged_gradients(name):
+    spawned(averaged_alike, 4, name)

@@ -183,3 +183,42 @@ def transformers_alike(rank: int, every: list[tuple[str, Cut]]) -> None:
         for parameter, one in gradients.items():
             dist.all_reduce(one)
             close(one, wanted[parameter], *what, "gradient of", parameter)
+
+
+class _Loss(nn.Module):
+    """The loss as a module, as wrappers call it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return self.model.loss(ids, labels, **options)
+
+
+def averaged_alike(rank: int, name: str) -> None:
+    """DDP and FSDP over two replicas of two slices: averages of gradients over four ranks are those of the mean of two losses."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    alone, rng = model_of(name, torch.float64), torch.Generator().manual_seed(0)
+    batches = [[torch.randint(13, (2, 9), generator=rng) for _ in range(2)] for _ in range(2)]
+    batches[0][1][:, 4:] = -100
+    wanted = _gradients(sum(alone.loss(*batch) for batch in batches) / 2, alone)
+    ids, labels = batches[rank // 2]
+    part, tokens = (slice(0, 3), 3) if rank % 2 == 0 else (slice(3, 9), 6)
+    context = ps.distributed.ContextParallel(mesh["cp"], tokens=tokens)
+    every = mesh["dp", "cp"]._flatten("all")
+    for sharded in (False, True):
+        model = model_of(name, torch.float64)
+        step: nn.Module = _Loss(model)
+        if sharded:
+            for one in (*model.layers, model):
+                fully_shard(one, mesh=every)
+            register_fsdp_forward_method(model, "loss")
+        else:
+            step = nn.parallel.DistributedDataParallel(step)
+        (step(ids[:, part], labels[:, part], context=context) * 2).backward()
+        for parameter, one in model.named_parameters():
+            found = one.grad.full_tensor() if sharded else one.grad
+            close(found, wanted[parameter], name, sharded, rank, parameter)

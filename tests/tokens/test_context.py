@@ -1,16 +1,17 @@
 """Context parallelism: slices, all variants over the ranks of a group, and calls that cannot be made."""
 
-import gc
 import weakref
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
+from cases import draw as drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Call, calls, compare, same_bits, spawned
+from ranks import Call, calls, compare, run, same_bits, spawned
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.call.operator import explain
@@ -99,27 +100,32 @@ def test_a_graph_is_used_twice(alone):
     assert all(torch.equal(*pair) for pair in zip(first, second))
 
 
-def test_checkpointing_frees_the_inputs(alone):
-    """Whatever the backward pass needs is a saved tensor."""
-    x, seen = torch.randn(1, 9, 2, 4, requires_grad=True), []
-    context = ps.distributed.ContextParallel(alone, tokens=9)
-
-    def block(x):
-        q = x * 2
-        seen.append(weakref.ref(q.untyped_storage()))
-        return ps.linear_attention(q, x, x, context=context).output.sum()
-
-    loss = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-    gc.collect()
-    assert seen[0]() is None
-    loss.backward()
-    alone = torch.autograd.grad(ps.linear_attention(x * 2, x, x).output.sum(), x)[0]
-    torch.testing.assert_close(x.grad, alone)
-
-
 def test_explained_calls_exchange_nothing(alone, monkeypatch):
     q, k, v = (torch.randn(1, 9, 2, 4) for _ in range(3))
     context = ps.distributed.ContextParallel(alone, tokens=9)
     monkeypatch.setattr(context, "run", None)
     found = explain(ps.linear_attention, q, k, v, context=context)
     assert str(found) == str(explain(ps.linear_attention, q, k, v, output_final_state=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpoints_keep_no_tensors_of_a_call(alone, name, packed):
+    """Gradients are equal to the bit, and what a checkpointed function makes is freed after the forward pass."""
+    case = Call(name, (70,), (30, 40) if packed else None, True, True, torch.float32)
+    tensors, kept = drawn(case.case), []
+    context = ps.distributed.ContextParallel(alone, tokens=70, cu_seqlens=case.offsets)
+
+    def function(**given):
+        made = {name: x * 1 for name, x in given.items()}
+        kept.extend(weakref.ref(x.untyped_storage()) for x in made.values())
+        return run(case, tensors | made, context=context)
+
+    results = []
+    for call in (function, partial(checkpoint, function, use_reentrant=False)):
+        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if x is not None}
+        kept.clear()
+        output, final = call(**leaves)
+        assert (call is function) != all(one() is None for one in kept)
+        results.append(torch.autograd.grad(output.sin().sum() + final.sin().sum(), list(leaves.values())))
+    assert all(torch.equal(*pair) for pair in zip(*results))

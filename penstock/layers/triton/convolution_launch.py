@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.derivatives import count_write
 from ...gpu.launch import on_device_of
 from . import convolution
-from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, shares
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, first_tokens, shares
 
 CHANNELS = 128
 """Channels per program of one warp: each thread loads 8 or 16 bytes."""
@@ -104,7 +104,7 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_tail: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         x, tail, starts, weight, bias = ctx.saved_tensors
-        if ctx.needs_input_grad[1] or dy is None or d_tail is not None or by_torch(dy):
+        if dy is None or d_tail is not None or by_torch(dy):
             dx, d_before, dweight, dbias = by_formula(ctx.formula, (x, tail, weight, bias), (dy, d_tail))
             return dx, d_before, None, None, dweight, dbias, None, None
         (R, C), W, dy = x.shape, weight.shape[1], rows_of(dy)
@@ -118,4 +118,28 @@ class Convolution(torch.autograd.Function):
             )  # fmt: skip
         total = sums.sum(0)
         dweight, dbias = total[:W].T.to(weight.dtype).contiguous(), None if bias is None else total[W].to(bias.dtype)
-        return dx, None, None, None, dweight, dbias, None, None
+        d_before = _of_tail(x, tail, starts, weight, bias, dy, ctx.silu) if ctx.needs_input_grad[1] else None
+        return dx, d_before, None, None, dweight, dbias, None, None
+
+
+def _of_tail(x: Tensor, tail: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> Tensor:
+    """The gradient of ``tail`` [n,W-1,C], which the first W - 1 tokens of each sequence read, in float32, rounded once."""
+    W, d_tail = weight.shape[1], tail.new_zeros(tail.shape, dtype=torch.float32)
+    if not tail.numel() or not len(x):
+        return d_tail.to(tail.dtype)
+    first, given = first_tokens(starts, len(tail))
+    tokens = first[:, None] + torch.arange(W - 1, device=x.device)
+    outside, tokens = tokens >= len(x), tokens.clamp(max=len(x) - 1)
+    outside[:, 1:] |= starts[tokens[:, 1:]] >= 0  # another sequence begins
+    here = (given[:, None] & (outside.cumsum(1) == 0))[..., None]
+    taps = weight.float().T  # [W,C]
+    d = torch.where(here, dy[tokens], 0).float()
+    if silu:
+        inputs = torch.cat([tail, torch.where(here, x[tokens], 0)], 1).float()
+        z = torch.stack([inputs[:, j : j + W - 1] * taps[j] for j in range(W)]).sum(0)
+        z = z if bias is None else z + bias.float()
+        gate = torch.sigmoid(z)
+        d = d * gate * (1 + z * (1 - gate))
+    for j in range(W - 1):
+        d_tail[:, j:] += d[:, j, None] * taps[: W - 1 - j]
+    return d_tail.to(tail.dtype)

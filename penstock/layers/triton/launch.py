@@ -84,6 +84,17 @@ def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensor
     return tuple(grads)
 
 
+def first_tokens(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first token of each of ``count`` sequences, and whether it has tokens: int64 and bool [count]. There is at least one token.
+
+    starts [R] is the index of the sequence that begins at a token, or -1.
+    """
+    tokens = torch.arange(len(starts), device=starts.device)
+    index = torch.where(starts < 0, count, starts).long()
+    first = tokens.new_full((count + 1,), len(starts)).scatter_(0, index, tokens)[:count]
+    return first.clamp(max=len(starts) - 1), first < len(starts)
+
+
 def precision(x: Tensor) -> str:
     """The precision of float32 products of x."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"

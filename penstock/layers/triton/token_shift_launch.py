@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import token_shift
-from .launch import Formula, Tensors, blocks, by_formula, by_torch, limit, precision, shares, summed
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, first_tokens, limit, precision, shares, summed
 
 
 def shifted(
@@ -54,13 +54,14 @@ class TokenShift(torch.autograd.Function):
     def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
-        if ctx.needs_input_grad[1] or by_torch(*d_results):
+        if by_torch(*d_results):
             return *by_formula(ctx.formula, tensors, d_results), None, None, None
         N = mu.shape[0]
         dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
+        d_last = _of_last(last, starts, mu, hidden, up, dy, ctx.complement) if ctx.needs_input_grad[1] else None
         if hidden is not None and up is not None:
             dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
-            return dx, None, None, dmu, d_hidden, d_up, None, None, None
+            return dx, d_last, None, dmu, d_hidden, d_up, None, None, None
         (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
         BR, BC = 8 if N <= 2 else 4, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
@@ -70,7 +71,22 @@ class TokenShift(torch.autograd.Function):
                 x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
                 N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, AMD=Target.of(x.device).amd, num_warps=4,
             )  # fmt: skip
-        return dx, None, None, summed(dmu, mu), None, None, None, None, None
+        return dx, d_last, None, summed(dmu, mu), None, None, None, None, None
+
+
+def _of_last(
+    last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, dy: list[Tensor], complement: bool
+) -> Tensor:
+    """The gradient of ``last`` [n,C]: sum dy_t m at the first token of each sequence, in float32, rounded once."""
+    if not len(starts):
+        return torch.zeros_like(last)
+    first, given = first_tokens(starts, len(last))
+    m = mu.float()[:, None]
+    if hidden is not None and up is not None:
+        m = m + hidden[first].transpose(0, 1).float() @ up.float()
+    d = torch.stack([one[first] for one in dy]).float()
+    total = (d * (1 - m if complement else m)).sum(0)
+    return torch.where(given[:, None], total, 0).to(last.dtype)
 
 
 def _low_rank_backward(
