@@ -37,8 +37,8 @@ def load(
 
     path : str or Path
         A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub or of ``torch.distributed.checkpoint``.
-        Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet and RWKV-6,
-        and Penstock's own.
+        Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2,
+        fla's GLA, RetNet and RWKV-6, and Penstock's own.
     dtype : torch.dtype, optional
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
