@@ -214,6 +214,9 @@ def save(
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
+    elif any(hasattr(x, "device_mesh") for x in model.state_dict().values()):
+        remedy = "Gather them by torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
+        complaints.add(DeviceError, "model", "one with whole weights", "weights sharded over several ranks", remedy)
     else:
         _check_weights(complaints, model)
         for mixer in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):
