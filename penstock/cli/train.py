@@ -34,6 +34,8 @@ def train(
 
       penstock train small.yaml
 
+      torchrun --nproc-per-node 8 -m penstock train small.yaml
+
       tensorboard --logdir runs/small
     """
     settings = read(config)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
+from ..distributed import ContextParallel
 from ..errors import Complaints, RangeError
 from .settings import FUNCTION, Settings
 
@@ -30,6 +34,15 @@ class Ranks:
     def part(self) -> int:
         """The part of a batch that this process has."""
         return self.rank // self.cp
+
+    @property
+    def slice(self) -> int:
+        """The part of a sample that this process has."""
+        return self.rank % self.cp
+
+
+Context = Callable[[int, Tensor | None], tuple[slice, ContextParallel]]
+"""From the tokens of a batch and the offsets of its packed sequences to the tokens of this rank, and the context of their calls."""
 
 
 def find_ranks(settings: Settings) -> Ranks:
@@ -56,6 +69,22 @@ def join(ranks: Ranks, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+def context_of(ranks: Ranks, device: str) -> Context | None:
+    """A function that cuts batches over the ranks of ``mesh.cp``; None for one rank."""
+    if ranks.cp == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device, (ranks.dp, ranks.cp), mesh_dim_names=("dp", "cp"))["cp"]
+
+    def cut(tokens: int, cu_seqlens: Tensor | None) -> tuple[slice, ContextParallel]:
+        borders = [tokens * n // ranks.cp for n in range(ranks.cp + 1)]
+        part, lengths = slice(*borders[ranks.slice : ranks.slice + 2]), [end - begin for begin, end in pairwise(borders)]
+        return part, ContextParallel(mesh, tokens=lengths[ranks.slice], lengths=lengths, cu_seqlens=cu_seqlens)
+
+    return cut
 
 
 def leave() -> None:

@@ -17,7 +17,7 @@ from ..models.checkpoints.native import stored
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
 from .data import Windows, find_files, read
 from .progress import Say, about_data, about_model, teller
-from .ranks import find_ranks, join
+from .ranks import context_of, find_ranks, join
 from .resuming import STATE, last_checkpoint, steps_before
 from .settings import ARCHITECTURES, FUNCTION, Mesh, Settings
 from .shards import gathered
@@ -82,7 +82,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     arguments = make_arguments(training, ranks, device, half, evaluation is not None)
     if sharded := settings.mesh.shard and ranks.count > 1:
         shard(model, **_sharding(settings.mesh, device, ranks.count))
-    trainer = make_trainer(model, training, ranks, arguments, samples, evaluation, write, sharded)
+    trainer = make_trainer(model, training, ranks, arguments, samples, evaluation, write, sharded, context_of(ranks, device))
     for callback in (teller(say, about, samples, training), *callbacks):
         trainer.add_callback(callback)
     done = checkpoint is not None and training.steps is not None and steps_before(checkpoint) >= training.steps

@@ -286,9 +286,6 @@ def _check_mesh(complaints: Complaints, mesh: Mesh) -> None:
         value = getattr(mesh, name)
         if value is not None:
             _at_least(complaints, f"mesh.{name}", value, 1)
-    if mesh.cp > 1:
-        remedy = "Context parallelism of whole models is not supported yet; penstock.distributed.ContextParallel is one of operators."
-        complaints.add(RangeError, "mesh.cp", "1", mesh.cp, remedy)
     for name in ("param_dtype", "reduce_dtype"):
         if getattr(mesh, name) not in (None, *DTYPES[1:]):
             complaints.add(RangeError, f"mesh.{name}", f"{' or '.join(DTYPES[1:])}", repr(getattr(mesh, name)))

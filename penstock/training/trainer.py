@@ -17,7 +17,7 @@ from ..models import CausalLM, load
 from . import shards
 from .batches import Batches, Loader
 from .data import IGNORED, Windows
-from .ranks import Ranks
+from .ranks import Context, Ranks
 from .schedule import rate
 from .settings import FUNCTION, Training
 
@@ -29,25 +29,30 @@ class Objective(nn.Module):
     the mean number of labels of a batch: so the mean is over labels.
     """
 
-    def __init__(self, model: CausalLM, scaled: bool, evaluated: float | None = None) -> None:
+    def __init__(self, model: CausalLM, context: Context | None, scaled: bool, evaluated: float | None = None) -> None:
         """The loss of a model.
 
+        context : function, optional
+            The part of this rank of the tokens of a batch, and its context. Default: all tokens, without context.
         scaled : bool
             Whether the Trainer tells how many labels the batches of all ranks in a step have.
         evaluated : float, optional
             The mean number of labels of a batch of evaluation, on one rank.
         """
         super().__init__()
-        self.model, self.accepts_loss_kwargs, self.evaluated = model, scaled, evaluated
+        self.model, self.context, self.accepts_loss_kwargs, self.evaluated = model, context, scaled, evaluated
 
     def forward(
         self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, num_items_in_batch: Tensor | int | None = None
     ) -> dict[str, Tensor]:
         """Mean loss in nats of the labels that are not ignored, or their sum over the number of labels of the whole step."""
-        items = num_items_in_batch if self.training else self.evaluated
+        items, context = num_items_in_batch if self.training else self.evaluated, None
+        if self.context is not None:
+            part, context = self.context(ids.shape[1], cu_seqlens)
+            ids, labels, cu_seqlens = ids[:, part], labels[:, part], None
         if items is None:
-            return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
-        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum") / items}
+            return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, context=context)}
+        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum", context=context) / items}
 
 
 class Alone(nn.Module):
@@ -103,7 +108,7 @@ def make_arguments(training: Training, ranks: Ranks, device: str, half: bool, ev
 
 def make_trainer(
     model: CausalLM, training: Training, ranks: Ranks, arguments: Any, samples: Windows, evaluation: Windows | None,
-    write: Callable[[Path, CausalLM, bool], None], sharded: bool,
+    write: Callable[[Path, CausalLM, bool], None], sharded: bool, context: Context | None,
 ) -> Any:  # fmt: skip
     """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
     from transformers import Trainer, TrainerCallback
@@ -127,8 +132,8 @@ def make_trainer(
             self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:  # fmt: skip
             items = num_items_in_batch if model.training else None
-            # gradients are means over ranks
-            outputs = model(**inputs) if items is None else model(**inputs, num_items_in_batch=items / ranks.count)
+            # gradients are means over ranks; labels are counted by all ranks that share them
+            outputs = model(**inputs) if items is None else model(**inputs, num_items_in_batch=items / (ranks.cp * ranks.count))
             return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
         def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -195,7 +200,7 @@ def make_trainer(
                 complaints.add(RangeError, "the loss", "a number", f"{loss} after {state.global_step} steps", remedy)
                 complaints.raise_any()
 
-    objective = Objective(model, ranks.count > 1 or training.accumulate > 1, labels)
+    objective = Objective(model, context, ranks.count > 1 or training.accumulate > 1, labels)
     return Wired(objective, arguments, None, samples, evaluation, callbacks=[Diverged()])
 
 

@@ -1,5 +1,8 @@
 """``penstock train``: what it prints, and its errors."""
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -31,9 +34,31 @@ def test_a_trained_model_generates(tmp_path):
     assert done.exit_code == 0, done.output
 
 
-def test_an_interruption_says_how_to_continue(tmp_path, monkeypatch):
-    import sys
+@pytest.mark.slow
+def test_several_processes_print_once(tmp_path):
+    """Two steps on two sharded ranks, then two more on one."""
+    (tmp_path / "a.txt").write_text("words and more words " * 20)
+    (tmp_path / "a.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)) + "mesh: {shard: true}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, "-m", "penstock", "train", str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n2 steps\n") == done.stdout.count("penstock generate --model") == 1
+    assert "float32 on cpu, 1 thread, 2 ranks, sharded" in done.stderr
+    assert done.stderr.count("2 steps, each of 32 tokens (2 samples)") == 1
+    for path in ("run/checkpoint-2", "run"):
+        converted = run("convert", str(tmp_path / path), str(tmp_path / f"{path} as fla"), "--to", "fla")
+        assert converted.exit_code == 0, converted.output
+    (tmp_path / "a.yaml").write_text((tmp_path / "a.yaml").read_text().replace("steps: 2", "steps: 4"))
+    done = run("train", str(tmp_path / "a.yaml"))
+    assert done.exit_code == 0, done.output
+    assert "steps 3 to 4" in done.stderr
+    (tmp_path / "a.yaml").write_text((tmp_path / "a.yaml").read_text().replace("shard: true", "dp: 3"))
+    done = subprocess.run([*torchrun, "-m", "penstock", "train", str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "train: mesh must be of 2 processes, got dp 3 * cp 1 = 3. Start torchrun --nproc-per-node 3" in done.stderr
 
+
+def test_an_interruption_says_how_to_continue(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 

@@ -7,6 +7,7 @@ import bz2
 import gzip
 import io
 import lzma
+import pickle
 import random
 import tarfile
 import warnings
@@ -141,11 +142,11 @@ def shards(folder: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "shards": (fsdp, r"a folder of torch\.distributed\.checkpoint\. Make one file of it: python -m .* dcp_to_torch FOLDER FILE"),
-    "shards in a folder": (
-        lambda folder: fsdp(folder / "pytorch_model_fsdp_0"),
-        r"a folder of .*checkpoint in pytorch_model_fsdp_0\. Make one",
+    "shards": (
+        lambda folder: (fsdp(folder), (folder / ".metadata").unlink()),
+        r"a folder of torch\.distributed\.checkpoint without a model's \.metadata, which is written last\. Pass a checkpoint that was",
     ),
+    "shards of an optimizer": (lambda folder: fsdp(folder / "optimizer_0"), r"a folder of .*checkpoint in optimizer_0 without a model's"),
     "DeepSpeed": (lambda folder: (folder / "zero_to_fp32.py").write_text(""), f"a folder of DeepSpeed. .*{ZERO}"),
     "DeepSpeed's step": (
         lambda folder: [(folder / f"mp_rank_00_{one}_states.pt").write_bytes(b"") for one in ("model", "optim")],
@@ -178,7 +179,38 @@ def test_a_merged_checkpoint_of_torch_distributed_loads(tmp_path: Path) -> None:
 
     fsdp(tmp_path / "shards")
     dcp_to_torch_save(tmp_path / "shards", tmp_path / "merged.pth")
-    assert torch.equal(load(tmp_path / "merged.pth").head.weight, W["head.weight"])
+    for path in (tmp_path / "merged.pth", tmp_path / "shards"):
+        assert torch.equal(load(path).head.weight, W["head.weight"])
+
+
+class Dangerous:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_damaged_parts_of_ranks_are_refused_and_run_no_code(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    fsdp(tmp_path / "shards")
+    for file in sorted((tmp_path / "shards").iterdir()):
+        whole = file.read_bytes()
+        for _ in range(8):
+            at = draw.randrange(len(whole) + 1)
+            file.write_bytes(whole[:at] + draw.randbytes(3) + whole[at + 3 :])
+            with suppress(PenstockError):
+                load(tmp_path / "shards")
+        file.write_bytes(whole[:-9])
+        with pytest.raises(RangeError, match=r"load: path must be a checkpoint, got '.*shards', which torch\.distributed\.checkpoint"):
+            load(tmp_path / "shards")
+        file.write_bytes(whole)
+    (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Dangerous(tmp_path / "written")))
+    with pytest.raises(RangeError, match="is not allowed in it"):
+        load(tmp_path / "shards")
+    assert not (tmp_path / "written").exists()
 
 
 def test_names_of_web_rwkv(tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ def test_ranks_equal_one_process():
 
 
 @pytest.mark.slow
+def test_the_classes_for_transformers():
+    pytest.importorskip("transformers")
+    spawned(sharded.run, 2, [sharded.wrapped], ["rwkv6", "mamba2", "gla", "hybrid"])
+
+
+@pytest.mark.slow
 def test_every_architecture():
     names = [one for one in ARCHITECTURES if one not in FAST]
     spawned(sharded.run, 2, [sharded.trained, sharded.evaluated, sharded.by_torch_alone], names)

@@ -1,5 +1,7 @@
 """Models whose parameters are sharded over the ranks of a process group, beside the same models on one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,9 @@ from architectures import SIZES, model_of
 from torch import Tensor
 
 import penstock as ps
-from penstock.models import CausalLM
+from penstock.models import CausalLM, save
+from penstock.models.tokenizers import Bytes
+from penstock.training.lm_eval import Answers
 from penstock.training.scoring import score
 
 
@@ -57,6 +61,11 @@ def evaluated(rank: int, name: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for one, other in zip(score(model, ids.tolist()), score(plain, ids.tolist())):
         torch.testing.assert_close(one.log_p, other.log_p, rtol=1e-4, atol=1e-5)
+    answers = [Answers(one, Bytes()) for one in (model, plain)]
+    asked = [SimpleNamespace(args=("\x03\x01", {"max_gen_toks": 3}))]
+    assert answers[0].generate_until(asked) == answers[1].generate_until(asked)
+    with pytest.raises(ps.DeviceError, match=r"save: model must be one with whole weights, got weights sharded .* Gather them by"):
+        save(model, "nowhere")
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
     assert ps.explain(model, tokens=70).choices == ps.explain(plain, tokens=70).choices
@@ -93,6 +102,23 @@ def by_torch_alone(rank: int, name: str) -> None:
         register_fsdp_forward_method(model, method)
     for method, given in calls.items():
         getattr(model, method)(*given)
+
+
+def wrapped(rank: int, name: str) -> None:
+    """The classes for transformers, of which only vectors are trained."""
+    from penstock.models.huggingface import PenstockForCausalLM
+
+    plain, model = (PenstockForCausalLM.of(model_of(name)) for _ in range(2))
+    for one in (plain, model):
+        for parameter in one.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
+    ps.distributed.shard(model)
+    ids, every = tokens(rank), all_tokens()
+    for one, given in ((model, ids), (plain, every)):
+        one(given, labels=given).loss.backward()
+    same_gradients(model, plain)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(every)}
+    assert torch.equal(model.eval().generate(every, **options), plain.eval().generate(every, **options))
 
 
 def over_two_axes(rank: int, name: str) -> None:

@@ -57,17 +57,18 @@ def test_losses_of_two_ranks_are_those_of_one_process(tmp_path):
     assert (tmp_path / "from one" / "checkpoint-3" / "optimizer.pt").is_file()
     cases = {
         "replicated": (content(tmp_path, "replicated"),),
+        "cut": (content(tmp_path, "cut", mesh={"cp": 2}),),
         "interrupted": (content(tmp_path, "interrupted", mesh=SHARDED), 4),
         "from one": (content(tmp_path, "from one", mesh=SHARDED),),
     }
     found = on_ranks(2, tmp_path, cases)
     assert len(found["interrupted"][0]) == 4
-    for name in ("replicated", "from one"):
+    for name in ("replicated", "cut", "from one"):
         same(found[name], wanted)
     assert (tmp_path / "interrupted" / "checkpoint-3" / "shards" / ".metadata").is_file()
     same(losses(content(tmp_path, "interrupted")), wanted)
     one = load(tmp_path / "one").state_dict()
-    for name in ("replicated", "from one", "interrupted"):
+    for name in ("replicated", "cut", "from one", "interrupted"):
         torch.testing.assert_close(load(tmp_path / name).state_dict(), one, rtol=1e-3, atol=1e-4)
 
 
@@ -75,10 +76,10 @@ def test_losses_of_two_ranks_are_those_of_one_process(tmp_path):
 @pytest.mark.parametrize("model", ["rwkv6", "mamba2"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_number_of_ranks_may_change(tmp_path, model, packing):
-    """4 ranks, then 2, then 1, then 2 without sharding, then 4."""
+    """4 ranks, then 2, then 1, then 2 without sharding, then 4, two of which share the tokens of a sample."""
     common = {"model": model, "packing": packing, "batch_size": 8, "save_every": 1}
     wanted = losses(content(tmp_path, "one", **common, steps=10))
-    for steps, (count, mesh) in enumerate([(4, SHARDED), (2, SHARDED), (1, SHARDED), (2, {}), (4, SHARDED)], 1):
+    for steps, (count, mesh) in enumerate([(4, SHARDED), (2, SHARDED), (1, SHARDED), (2, {}), (4, {**SHARDED, "cp": 2})], 1):
         given = content(tmp_path, "many", mesh=mesh, **common, steps=10), 2 * steps if steps < 5 else 0
         found = losses(*given) if count == 1 else on_ranks(count, tmp_path, {"one": given})["one"]
         assert len(found[0]) == 2 * steps
@@ -112,7 +113,7 @@ def test_other_settings(tmp_path):
         (1, {"dp": 4}, r"train: mesh must be of 1 process, got dp 4 \* cp 1 = 4\. Start torchrun --nproc-per-node 4"),
         (4, {"dp": 2}, r"train: mesh must be of 4 processes, got dp 2 \* cp 1 = 2\. Start torchrun"),
         (4, {}, r"train: training\.batch_size must be a multiple of the 4 ranks of mesh\.dp, got 6\. It counts the samples of all ranks"),
-        (2, {"cp": 2}, r"train: mesh\.cp must be 1, got 2\. Context parallelism of whole models is not supported yet"),
+        (2, {"cp": 4}, r"train: mesh must be of 2 processes, got dp 1 \* cp 4 = 4"),
         (2, {"tp": 2}, r"train: mesh must be made of cp, cpu_offload, dp, .*, got 'tp'"),
         (2, {"dp": 0}, r"train: mesh\.dp must be at least 1, got 0"),
         (2, {"param_dtype": "half"}, r"train: mesh\.param_dtype must be float32 or bfloat16, got 'half'"),

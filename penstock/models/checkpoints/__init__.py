@@ -36,9 +36,9 @@ def load(
     """Load a model; the format and the sizes are read from the files.
 
     path : str or Path
-        A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub. Formats: BlinkDL's RWKV files
-        (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet and RWKV-6,
-        and Penstock's own.
+        A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub or of ``torch.distributed.checkpoint``.
+        Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2,
+        fla's GLA, RetNet and RWKV-6, and Penstock's own.
     dtype : torch.dtype, optional
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
@@ -214,6 +214,9 @@ def save(
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
+    elif any(hasattr(x, "device_mesh") for x in model.state_dict().values()):
+        remedy = "Gather them by torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
+        complaints.add(DeviceError, "model", "one with whole weights", "weights sharded over several ranks", remedy)
     else:
         _check_weights(complaints, model)
         for mixer in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):

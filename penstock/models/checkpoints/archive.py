@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from . import distributed
 from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
 from .names import prefixes, unwrapped, weights_of
 from .places import models_inside, refuse_missing, refuse_stand_in
@@ -35,8 +36,9 @@ FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with 
 class Archive:
     """The tensors of a checkpoint and its config.json, an empty dict if there is none.
 
-    Tensors are memory-mapped: bytes are read where they are used. Files are read by safetensors, or by torch with
-    ``weights_only=True``: no code in a file is run. Names are those of the model, without the prefixes and wrappers of trainers.
+    Tensors are memory-mapped, except those in parts of several ranks: bytes are read where they are used. Files are read by safetensors,
+    or by torch with ``weights_only=True``: no code in a file is run. Names are those of the model, without the prefixes and wrappers of
+    trainers.
 
     ``argument`` is the name in errors. Raises RangeError, DtypeError or MissingExtra.
     """
@@ -157,6 +159,8 @@ def _files(complaints: Complaints, path: Path, argument: str) -> list[Path]:
             return _parts(complaints, path / f"{name}.index.json", argument)
     entries = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
     found = [one for one in entries if one.is_file()]
+    if argument == "path" and (metadata := distributed.metadata_of(path)) is not None:
+        return [metadata]
     if len(found) != 1:
         _refuse(complaints, argument, path, kind_of_folder(path))
         names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
@@ -192,6 +196,8 @@ def is_safetensors(path: Path) -> bool:
 def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
     """All tensors of a file, mapped."""
     refuse_stand_in("load", argument, path)
+    if path.name == distributed.METADATA:
+        return _read_parts(complaints, path, argument)
     _refuse(complaints, argument, path, kind_of_file(path))
     if is_safetensors(path):
         return _read_safetensors(complaints, path, argument)
@@ -218,6 +224,16 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
         complaints.raise_any()
     _refuse(complaints, argument, path, kind_of_content(weights))
     return weights
+
+
+def _read_parts(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
+    try:
+        return distributed.read(path)
+    except Exception as error:  # damaged bytes can raise any error
+        value = f"{str(path.parent)!r}, which torch.distributed.checkpoint cannot read: {shortened(str(error).partition(chr(10))[0])}"
+        complaints.add(RangeError, argument, "a checkpoint", value, "It may be cut off.")
+        complaints.raise_any()
+        raise
 
 
 def _refuse(complaints: Complaints, argument: str, path: Path, found: Found | None) -> None:

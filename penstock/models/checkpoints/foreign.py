@@ -19,7 +19,7 @@ ORIGINAL = "Pass the checkpoint that it was made from."
 UNPACK = "Unpack it, and pass what is in it."
 ALONE = "Save the weights alone: torch.save(model.state_dict(), FILE)."
 ZERO = "Make one file of it: python zero_to_fp32.py FOLDER OUTPUT, a program that DeepSpeed puts beside global_step folders."
-MERGE = "Make one file of it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE."
+UNFINISHED = "Pass a checkpoint that was written to its end."
 BEGINNINGS: tuple[tuple[bytes, Found], ...] = (
     (b"GGUF", ("a GGUF file of llama.cpp", ORIGINAL)),
     (b"fmgg", ("a file of rwkv.cpp", ORIGINAL)),
@@ -89,7 +89,7 @@ def kind_of_folder(path: Path) -> Found | None:
         return "a folder with an adapter of PEFT", "Pass the base model as path, and this folder as adapter."
     if shards := sorted(one.parent.name for one in [*path.glob("*.distcp"), *path.glob("*/*.distcp")]):
         inner = "" if shards[0] == path.name else f" in {shards[0]}"
-        return f"a folder of torch.distributed.checkpoint{inner}", MERGE
+        return f"a folder of torch.distributed.checkpoint{inner} without a model's .metadata, which is written last", UNFINISHED
     if "zero_to_fp32.py" in names or any(re.search(r"_(model|optim)_states\.pt$", name) for name in names):
         return "a folder of DeepSpeed", ZERO
     if parts := [match for match in map(SHARD.fullmatch, names) if match]:
