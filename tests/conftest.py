@@ -78,9 +78,11 @@ def emulated_cuda(monkeypatch):
     """The CUDA kernels run on the CPU."""
     import emulated
 
+    from penstock.gpu import nvrtc
     from penstock.recurrence.cuda import launch
 
-    monkeypatch.setattr(launch, "run", emulated.run)
+    for module in (nvrtc, launch):
+        monkeypatch.setattr(module, "run", emulated.run)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ NAMING = {
     "penstock.compat.fla": "other projects' names on the public functions",
     "penstock.compat.flash_rwkv": "other projects' names on the public functions",
     "penstock.compat.transformers": "other projects' names on the public functions",
-    "penstock.bench.ladder": "earlier stages of one CUDA kernel, launched as that is",
 }
 """The modules outside the families that import from one, and why they may. All others loop over the registered families."""
 

@@ -1,7 +1,9 @@
 """``help()`` of every public function says what each argument is, without another text."""
 
+import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,37 @@ def test_every_argument_is_described(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_lines_fit(name):
     assert max(map(len, inspect.getdoc(FUNCTIONS[name]).splitlines())) <= 140
+
+
+def jitted(function):
+    """Whether a function is Triton's or Gluon's code."""
+    return any(ast.unparse(one).partition("(")[0] in ("triton.jit", "gluon.jit") for one in function.decorator_list)
+
+
+def kernels():
+    """The docstrings of all kernels that are launched, by name."""
+    for path in sorted(Path(penstock.__file__).parent.rglob("*.py")):
+        for one in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(one, ast.FunctionDef) and one.name.startswith("penstock_") and jitted(one):
+                yield pytest.param(ast.get_docstring(one), id=one.name)
+
+
+def lacks(text):
+    """What the docstring of a kernel lacks: a formula first, then the shapes of its tensors, and what one program computes."""
+    formula = re.search(r"\S = \S|\S <- \S", (text or "").partition("\n\n")[0])
+    rest = (text or "").partition("\n\n")[2]
+    parts = {"formula": formula, "shapes": re.search(r"\[[^\[\]]+\]", rest), "program": re.search(r"\bprograms?\b", rest, re.IGNORECASE)}
+    return [name for name, found in parts.items() if found is None]
+
+
+@pytest.mark.parametrize("text", list(kernels()))
+def test_kernels_say_their_formula_shapes_and_programs(text):
+    assert not lacks(text)
+
+
+def test_what_a_docstring_lacks_is_found():
+    assert lacks(None) == ["formula", "shapes", "program"]
+    assert lacks("Adds x [R].\n\nReads x [R]. A program has one row.") == ["formula"]
+    assert lacks("y = x.\n\nReads x [R], writes y [R].") == ["program"]
+    assert lacks("y = x.\n\nA program copies one row.") == ["shapes"]
+    assert len(list(kernels())) > 60

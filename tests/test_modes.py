@@ -42,7 +42,7 @@ def kept_state(model):
 
 
 def cuda_code(model):
-    from penstock.recurrence.cuda.compile import _write
+    from penstock.gpu.nvrtc import _write
 
     _write(Path("out/cache/code"), b"code")
 

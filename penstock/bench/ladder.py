@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError
-from ..recurrence import cuda
+from ..gpu import nvrtc
 from ..verify.inputs import Inputs
 from .candidates import Candidate, Mode
 
@@ -52,14 +52,12 @@ class Rung:
 
     def forward(self, inputs: Inputs, factors: Tensor) -> Tensor:
         """Launch the kernel on inputs and their decay factors, and return the output."""
-        from ..recurrence.cuda import launch
-
         B, T, H, n, _ = inputs.shape
         output = torch.empty_like(inputs.v)
         assert inputs.u is not None
         tensors = inputs.q, inputs.k, inputs.v, factors, inputs.u, output
         sizes, addresses = (ctypes.c_int(size) for size in (B, T, H)), (ctypes.c_void_p(x.data_ptr()) for x in tensors)
-        launch.run(self, -(-B * H * n // self.threads), inputs.q.device, *sizes, *addresses)
+        nvrtc.run(self, -(-B * H * n // self.threads), inputs.q.device, *sizes, *addresses)
         return output
 
 
@@ -75,7 +73,7 @@ def rung(name: str, inputs: Inputs, mode: Mode) -> Candidate:
     if inputs.shape.K != inputs.shape.V or inputs.shape.K % 4:
         complaints.add(RangeError, "shape", "one of equal K and V, a multiple of 4", inputs.shape.text)
     complaints.raise_any()
-    reason = cuda.available()
+    reason = nvrtc.available()
     if reason is not None or inputs.q.device.type != "cuda":
         raise ImplementationRefused(f"bench: {name} cannot be timed here: {reason or 'its inputs are not on a GPU'}.")
     assert inputs.g is not None

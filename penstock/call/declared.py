@@ -62,6 +62,10 @@ class Declared(Generic[P]):
         self.modules = package + dot or problem.__module__
         """How the names of the family's modules begin."""
         self.memory = Memory()
+        self.declared()
+
+    def declared(self) -> None:
+        """Called once, when all of the declaration is set."""
 
     # Validation and caches
 

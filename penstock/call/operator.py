@@ -16,10 +16,9 @@ import torch
 
 from . import eager, private, registration, transforms
 from .autocast import cast
-from .declaration import Option, Result, Signature
 from .declared import Declared, P
 from .derivatives import Tensors
-from .dispatch import Explanation, Family
+from .dispatch import Explanation
 from .implementation import Upstream
 from .memory import Seen
 from .validation import check_types
@@ -49,18 +48,8 @@ def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **k
 class Operator(Declared[P]):
     """An operator that public functions call."""
 
-    def __init__(
-        self,
-        name: str,
-        problem: type[P],
-        signatures: Sequence[Signature],
-        results: Sequence[Result],
-        family: Family,
-        options: Sequence[Option] = (),
-        differentiable: Callable[[Any], Tensors] | None = None,
-    ) -> None:
-        """See ``Declared``."""
-        super().__init__(name, problem, signatures, results, family, options, differentiable)
+    def declared(self) -> None:
+        """Register torch's operators."""
         self.in_torch, self.gradients_in_torch = registration.register(self)
 
     def __call__(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str = "auto") -> Tensors:

@@ -8,6 +8,7 @@ than those in which the names were checked warns once. Then names that have a pu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from .versions import checked
+
+with suppress(ImportError):
+    import torch.utils._device
 
 MISSING: list[str] = []
 
@@ -31,6 +35,8 @@ def _private(name: str) -> Any:
 _dispatch_keys = _private("_C._dispatch_keys")
 _dispatch_modes = _private("_C._len_torch_dispatch_stack")
 _function_modes = _private("_C._len_torch_function_stack")
+_function_mode_at = _private("_C._get_function_stack_at")
+_default_device = _private("utils._device.DeviceContext")
 _transforms = _private("_C._functorch.get_interpreter_stack")
 _transform = _private("_C._functorch.peek_interpreter_stack") or _transforms
 _jvp = _private("_C._functorch.TransformType.Jvp")
@@ -68,14 +74,15 @@ _learned: set[str] = set()
 def fast(tensors: Iterable[object]) -> bool:
     """Whether a call with these tensors (or None) may skip torch's dispatcher.
 
-    True for dense tensors without lazy negation or conjugation if there are no subclasses and no mode, transform or tracer is active.
+    True for dense tensors without lazy negation or conjugation if there are no subclasses and no mode, transform or tracer is active. A
+    default device (``torch.set_default_device``, ``with torch.device(...)``) is a mode for torch, and changes no call.
     Then only autograd needs to see the call. All other calls go through the operator.
     """
     if (
         not FAST_PATH
         or torch.compiler.is_compiling()
         or _dispatch_modes()
-        or _function_modes()
+        or (_function_modes() and not _default_devices_alone())
         or _transform() is not None
         or _tracing_state() is not None
         or _forward_ad._current_level >= 0
@@ -85,6 +92,13 @@ def fast(tensors: Iterable[object]) -> bool:
         if x is not None and (type(x) not in _TYPES or (_dispatch_keys(x).raw_repr() not in _plain_keys and not _is_plain(x))):  # type: ignore[arg-type]
             return False
     return True
+
+
+def _default_devices_alone() -> bool:
+    """Whether all function modes set the default device, which a call with tensors does not ask for."""
+    if None in (_function_mode_at, _default_device):
+        return False
+    return all(type(_function_mode_at(place)) is _default_device for place in range(_function_modes()))
 
 
 def _is_plain(x: Tensor) -> bool:

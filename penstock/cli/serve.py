@@ -135,11 +135,11 @@ def serve(
     complaints.raise_any()
     try:
         from ..server.families import CALLS, REASONING
-        from ..server.hosts import check_hosts
+        from ..server.hosts import HOSTS
         from ..server.keys import Keys
         from ..server.limits import Limits
         from ..server.memory import keep_flat
-        from ..server.origins import check_origins
+        from ..server.origins import ORIGINS
         from ..server.requestlog import LogFormat
         from ..server.run import make_server
         from ..server.service import Service
@@ -152,8 +152,8 @@ def serve(
         if value is not None:
             check_names(complaints, option, [value], [*names, "none"])
     complaints.raise_any()
-    check_origins("serve", allow_origin or ())
-    check_hosts("serve", allow_host or ())
+    ORIGINS.check("serve", allow_origin or ())
+    HOSTS.check("serve", allow_host or ())
     keys = None if api_key_file is None else Keys.read(api_key_file)
     tracing = Tracing.configured(otlp_endpoint)
     keep_flat()

@@ -230,7 +230,12 @@ def penstock_choose(
     CHANGED: tl.constexpr, LIMITED: tl.constexpr, PENALTIES: tl.constexpr, MASKS: tl.constexpr, W: tl.constexpr,
     COLUMNS: tl.constexpr, LANES: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, see ``choosing``: the most likely one if its position is negative. -1 if the largest logit is not finite."""
+    """A row's token = the first one at which the cumulative sum of weights exceeds u times their sum, drawn again if it is not kept.
+
+    See ``choosing``. If the position is negative, the most likely token.
+
+    Reads x [R,V], numbers [slots,COLUMNS], seen [slots,V]. Writes tokens [R]; -1 if the largest logit is not finite. One program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_r
     found += row * V

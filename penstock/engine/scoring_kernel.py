@@ -22,7 +22,11 @@ def penstock_score(
     V, x_r, most,
     COLUMNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The log probability of a row's token, those of the ``most`` likeliest, and these."""
+    """score_v = x_v - log(sum(exp(x))) of a row's token and of the ``most`` likeliest tokens.
+
+    Reads logits x [R,V], tokens [R]. Writes scores [R,1+2*most]: the token's, those of the likeliest, and these tokens. One program per
+    row.
+    """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_r
     scores += row * (1 + 2 * most)

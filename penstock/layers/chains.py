@@ -1,7 +1,8 @@
 """Fused chains as ordered lists of forms: kernels, and the formula in plain PyTorch as the last form.
 
 A chain is a few operations of a layer between two matrix products, or a matrix product itself. A call of a chain runs the first form that
-does not refuse it. The last form takes every call. ``recorded`` collects which forms run, and why not those before them. ``penstock check``
+does not refuse it. The last form takes every call. A form of other chains may find none of their kernels: it returns None, having done
+nothing, and the next one runs. ``recorded`` collects which forms run, and why not those before them. ``penstock check``
 and the contract tests compare every form but the last with the chain's formula, on the examples of the form.
 """
 
@@ -25,6 +26,10 @@ from .triton import absent
 
 C = TypeVar("C")
 R = TypeVar("R")
+
+
+NOTHING_RAN = "its chains run no kernel for this call"
+"""Why the next form runs after one that returned None."""
 
 
 def never(call: Any) -> str | None:
@@ -57,7 +62,8 @@ class ChainForm(Generic[C, R]):
     """One way to compute a chain: by Triton kernels, unless it is made by ``plain``."""
 
     name: str
-    run: Callable[[C], R]
+    run: Callable[[C], R | None]
+    """Computes the chain. None, unless it is the last form: it did nothing, see ``NOTHING_RAN``."""
     refuses: Callable[[C], str | None]
     """Why it cannot compute a call, or None."""
     kernels: Callable[[C], tuple[str, ...]]
@@ -71,7 +77,7 @@ class ChainForm(Generic[C, R]):
 
 
 def plain(
-    name: str, run: Callable[[C], R], refuses: Callable[[C], str | None] = never, examples: tuple[Example, ...] = (),
+    name: str, run: Callable[[C], R | None], refuses: Callable[[C], str | None] = never, examples: tuple[Example, ...] = (),
     absent: Callable[[torch.device], str | None] = everywhere,
 ) -> ChainForm[C, R]:  # fmt: skip
     """A form without Triton kernels of its own, which compiled graphs ask, too."""
@@ -99,7 +105,7 @@ class Chain(Generic[C, R]):
         self.name, self.forms = name, forms
         self._eager = tuple((form.refuses, form.run) for form in forms[:-1])
         self._compiled = tuple((form.refuses, form.run) for form in forms[:-1] if form.compiles)
-        self._last = last.run
+        self._last: Callable[[C], R] = last.run  # type: ignore[assignment]
         self._formula, self._results = formula, results
         CHAINS[name] = self
 
@@ -113,8 +119,8 @@ class Chain(Generic[C, R]):
                 return recorder.run(self, call)
             forms = self._eager
         for refuses, run in forms:
-            if refuses(call) is None:
-                return run(call)
+            if refuses(call) is None and (found := run(call)) is not None:
+                return found
         return self._last(call)
 
     def form(self, name: str) -> ChainForm[C, R]:
@@ -126,9 +132,10 @@ class Chain(Generic[C, R]):
         return tuple(Listed("forward", one.name, one.examples, one.absent) for one in self.forms[:-1])
 
     def computed(self, call: C, form: str | None = None) -> Any:
-        """The results by a form, which must take the call, or by the formula."""
+        """The results by a form, which must take the call, or by the formula. None if the form did nothing."""
         if form is not None:
-            return self._results(call, self.form(form).run(call))
+            found = self.form(form).run(call)
+            return None if found is None and form != self.forms[-1].name else self._results(call, found)  # type: ignore[arg-type]
         return self._results(call, self._last(call)) if self._formula is None else self._formula(call)
 
 
@@ -168,14 +175,18 @@ class _Recorder:
 
     def run(self, chain: Chain[C, R], call: C) -> R:
         """A call of a chain."""
-        reasons = []
+        reasons: tuple[tuple[str, str], ...] = ()
+        place, end, module = len(self.found), len(self.found), self.place(call)
         for form in chain.forms:
             reason = form.refuses(call)
             if reason is None:
-                break
-            reasons.append((form.name, reason))
-        self.found.append(Choice(self.place(call), chain.name, form.name, form.kernels(call), tuple(reasons)))
-        return form.run(call)
+                self.found[place:end] = [Choice(module, chain.name, form.name, form.kernels(call), reasons)]
+                found, end = form.run(call), place + 1  # the next form takes the place of one that did nothing
+                if found is not None:
+                    return found
+                reason = NOTHING_RAN
+            reasons += ((form.name, reason),)
+        return found  # type: ignore[return-value]
 
     def place(self, call: Any = None) -> str:
         """The name of the module of a call, or of its norm, else of the innermost module one of whose methods is running.

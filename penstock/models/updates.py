@@ -13,6 +13,7 @@ from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
 from ..layers.sequences import adopt, drawn
+from ..layers.triton import absent
 
 
 class MixerUpdate(NamedTuple):
@@ -36,9 +37,9 @@ def _refuses_mixer(c: MixerUpdate) -> str | None:
     return None if why is None else f"the mixer {why}"
 
 
-def _mixer(c: MixerUpdate) -> tuple[Tensor, Tensor]:
+def _mixer(c: MixerUpdate) -> tuple[Tensor, Tensor] | None:
     assert isinstance(c.module, Mixer) and c.before is not None  # noqa: PT018
-    return c.module.step(c.x, c.y, c.before, c.state, c.sequences) or _mixer_as_module(c)
+    return c.module.step(c.x, c.y, c.before, c.state, c.sequences)
 
 
 def _mixer_as_module(c: MixerUpdate) -> tuple[Tensor, Tensor]:
@@ -85,8 +86,9 @@ UPDATE_MIXER: Chain[MixerUpdate, tuple[Tensor, Tensor]] = Chain(
             *examples(_draw_mixer, torch.float32, gradients=False),
             *examples(partial(_draw_mixer, channel=True), torch.float32, gradients=False),
         ),
+        absent,
     ),
     plain("modules", _mixer_as_module),
     results=updated,
 )  # fmt: skip
-"""``step``: the chains of a mixer across its norm; where these run no kernel, the modules."""
+"""``step``: the chains of a mixer across its norm, which are Triton kernels."""

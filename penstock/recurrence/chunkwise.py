@@ -83,10 +83,10 @@ class Chunks:
                 firsts += [starts[n] + (lengths[n] - 1 - from_ if problem.reverse else from_) for n in running]
                 counts += [min(lengths[n] - from_, C) for n in running]
             groups.append(_blocks(alive, len(firsts) - sum(alive), width))
-        column = torch.arange(C)
-        token = torch.tensor(firsts, dtype=torch.long)[:, None] + (-column if problem.reverse else column)
-        padding = column >= torch.tensor(counts, dtype=torch.long)[:, None]
-        place = torch.empty(sum(lengths), dtype=torch.long)
+        column = torch.arange(C, device="cpu")
+        token = torch.tensor(firsts, dtype=torch.long, device="cpu")[:, None] + (-column if problem.reverse else column)
+        padding = column >= torch.tensor(counts, dtype=torch.long, device="cpu")[:, None]
+        place = torch.empty(sum(lengths), dtype=torch.long, device="cpu")
         place[token[~padding]] = (~padding).flatten().nonzero()[:, 0]
         return cls(
             torch.tensor(order, dtype=torch.long, device=device),

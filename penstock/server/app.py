@@ -27,7 +27,7 @@ from .limits import check_state_type, read_body
 from .messages import PATH as MESSAGES
 from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
-from .origins import allow_origins, check_origins
+from .origins import ORIGINS, allow_origins
 from .pagefiles import PAGE, PATHS
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .requestlog import RequestLog
@@ -64,7 +64,7 @@ def create_app(
     hosts : frozenset of str, optional
         Requests must name one of these in their Host header (``hosts.known_hosts``). Default: any.
     """
-    check_origins("create_app", origins)
+    ORIGINS.check("create_app", origins)
     if api_key is not None:
         keys = Keys.single(api_key)
 

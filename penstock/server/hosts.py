@@ -12,22 +12,18 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ..errors import Complaints, RangeError, shortened
+from ..errors import shortened
 from .errors import Refused
+from .patterns import Pattern
 
-HOST = re.compile(r"\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]")
+HOSTS = Pattern(
+    "allow_host",
+    re.compile(r"\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]"),
+    "a name such as example.org, in small letters and without a port, an address such as 10.0.0.1 or [fe80::1], or *",
+)
+"""What clients send as a host."""
 PORT = re.compile(r":[0-9]*\Z")
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-
-
-def check_hosts(function: str, hosts: Sequence[str]) -> None:
-    """Raise RangeError for what no client sends as a host."""
-    complaints = Complaints(function)
-    for one in hosts:
-        if not HOST.fullmatch(one):
-            rule = "a name such as example.org, in small letters and without a port, an address such as 10.0.0.1 or [fe80::1], or *"
-            complaints.add(RangeError, "allow_host", rule, repr(one))
-    complaints.raise_any()
 
 
 def known_hosts(host: str, more: Sequence[str], keyed: bool) -> frozenset[str] | None:

@@ -8,22 +8,17 @@ from collections.abc import Sequence
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from ..errors import Complaints, RangeError
+from .patterns import Pattern
 
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+ORIGINS = Pattern(
+    "allow_origin",
+    re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+"),
+    "an origin such as https://example.org or http://localhost:5173, in small letters and without a path, or *",
+)
+"""What browsers send as an origin: other texts would never be equal to one."""
 RATES = [f"X-RateLimit-{what}-{of}" for what in ("Limit", "Remaining", "Reset") for of in ("Requests", "Tokens")]
 EXPOSED = ("X-Request-Id", "Retry-After", *RATES)
 """Headers of answers that pages may read."""
-
-
-def check_origins(function: str, origins: Sequence[str]) -> None:
-    """Raise RangeError for what no browser sends as an origin: it would never be equal to one."""
-    complaints = Complaints(function)
-    for one in origins:
-        if not ORIGIN.fullmatch(one):
-            rule = "an origin such as https://example.org or http://localhost:5173, in small letters and without a path, or *"
-            complaints.add(RangeError, "allow_origin", rule, repr(one))
-    complaints.raise_any()
 
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:

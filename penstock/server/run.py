@@ -16,7 +16,7 @@ import uvicorn
 
 from .app import create_app
 from .connection import ACCEPTED, Connection
-from .hosts import check_hosts, known_hosts
+from .hosts import HOSTS, known_hosts
 from .keys import Keys
 from .requestlog import LogFormat, log_config
 from .service import Service
@@ -117,7 +117,7 @@ def make_server(
     log_format : "text" or "json", optional
         Write the lines of Penstock and uvicorn in this form. Default: leave Python's logging as it is, with uvicorn's own lines.
     """
-    check_hosts("make_server", hosts)
+    HOSTS.check("make_server", hosts)
     known = known_hosts(host, hosts, keyed=api_key is not None or keys is not None)
     more: dict[str, Any] = {} if log_format is None else {"log_config": log_config(log_format)}
     config = uvicorn.Config(

@@ -51,9 +51,13 @@ def _compared(chain: Chain[Any, Any], device: str, form: Listed, example: Exampl
             call = example.draw(draw)
             if own.refuses(call) is not None:
                 return
+            computed = chain.computed(call, form.name)
+            if computed is None:
+                return
             ran.add(form.name)
-            found = _results(draw, chain.computed(call, form.name))
+            found = _results(draw, computed)
     except Exception as failure:  # any failure of a kernel on this machine is a finding
+        ran.add(form.name)
         yield Finding(*at, "all", None, None, f"{type(failure).__name__}: {failure}", failed=True, form=form.name)
         return
     exact, rounded = (_by_formula(chain, example, device, exact=exact) for exact in (True, False))

@@ -5,7 +5,7 @@ import torch
 
 import penstock as ps
 from penstock.bench import ladder
-from penstock.recurrence.cuda import compile
+from penstock.gpu import nvrtc
 from penstock.tokens.shape import Shape
 from penstock.verify.inputs import inputs
 from penstock.verify.oracle import error, exact_forward
@@ -24,7 +24,7 @@ def test_every_rung_equals_the_oracle(name, emulated_cuda):
 @pytest.mark.parametrize("name", ladder.RUNGS)
 def test_every_rung_compiles(name):
     pytest.importorskip("cuda.core")
-    compile.compiled(ladder.Rung(name, 64), "sm_90")
+    nvrtc.compiled(ladder.Rung(name, 64), "sm_90")
 
 
 def test_rungs_are_timed_on_a_gpu_only():

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import operator
 import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -87,6 +88,46 @@ def results(transforms=True):
 def test_this_torch_has_all_names():
     assert private.MISSING == []
     assert private.FAST_PATH
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    """Sees every function of torch."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+def test_default_devices_are_no_modes():
+    """Calls are as fast, and the kernels of layers run. With another mode inside or outside, all of torch's functions are called."""
+    x = (torch.ones(2),)
+    with torch.device("cpu"):
+        assert private.fast(x)
+        with torch.device("meta"):
+            assert private.fast(x)
+            assert ps.retention(*[torch.ones(1, 3, 2, 4, device="cpu")] * 3).output.device.type == "cpu"
+        with Mode():
+            assert not private.fast(x)
+    with Mode(), torch.device("cpu"):
+        assert not private.fast(x)
+    torch.set_default_device("cpu")
+    try:
+        assert private.fast(x)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_implementations_allocate_on_the_device_of_a_call(case):
+    """Whatever the default device."""
+    for impl in ("auto", *(one.name for one in case.operator.family.implementations if one.available() is None)):
+        found = []
+        for device in ("cpu", "meta"):
+            tensors, upstream = case.tensors(), case.upstream()
+            with torch.device(device), suppress(ps.ImplementationRefused):
+                found.append(run(case, tensors, upstream, impl))
+        assert len(found) in (0, 2)
+        for one, other in zip(*(each.values() for each in found)):
+            assert torch.equal(one, other)
 
 
 def test_a_newer_torch_warns_once_and_its_public_names_are_used(another_torch):

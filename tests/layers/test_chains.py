@@ -7,7 +7,7 @@ import torch
 
 from penstock.call.declaration import FLOATS
 from penstock.gpu.target import Target
-from penstock.layers.chains import Chain, ChainForm, no_kernels, plain
+from penstock.layers.chains import NOTHING_RAN, Chain, ChainForm, no_kernels, plain, recorded
 from penstock.layers.examples import Draw, examples
 from penstock.verify.chains import CHAINS, findings, tensors
 
@@ -197,6 +197,17 @@ def test_other_numbers_of_results_fail(chain):
     ((form, result, reason),) = failures(chain(lambda c: (2 * c.x, c.x)))
     assert (form, result) == ("first", "all")
     assert reason.startswith("its results are result 0, result 1, gradient of x, those of the formula result 0,")
+
+
+def test_the_next_form_runs_after_one_that_did_nothing(chain):
+    """It is not compared with the formula, so it did not run on its examples."""
+    made, x = chain(lambda c: None), torch.ones(2)
+    with recorded(torch.nn.Module()) as found:
+        assert torch.equal(made(Point(x)), 2 * x)
+    assert torch.equal(made(Point(x)), 2 * x)
+    ((_, name, form, _, reasons),) = found
+    assert (name, form, reasons) == ("twice", "formula", (("first", NOTHING_RAN),))
+    assert failures(made) == [("first", "form", "it did not run on any of its examples")]
 
 
 def test_forms_that_did_not_run_fail(chain, monkeypatch):

@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, SIZES, model_of
 import penstock as ps
 from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, linear
-from penstock.layers.chains import CHAINS, Choice, Operation, recorded
+from penstock.layers.chains import CHAINS, NOTHING_RAN, Choice, Operation, recorded
 from penstock.models import CausalLM
 
 MODES = ("training", "prompt", "decode")
@@ -83,7 +83,7 @@ def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
     model = model_of(name)
     plain, named = ps.explain(model, tokens=3, mode=mode).choices, set()
     for place, module in model.named_modules():
-        if not f"{place}.".startswith("layers.0.") or type(module) is torch.nn.Sequential:  # its maps have forms, it has none
+        if not f"{place}.".startswith("layers.0."):
             continue
         handle = module.register_forward_hook(lambda *given: None)
         hooked = ps.explain(model, tokens=3, mode=mode).choices
@@ -98,6 +98,21 @@ def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
     assert any(kind.__name__.endswith("Norm") for kind in named)
     if mode != "training":
         assert {type(model.layers[0]), type(model.layers[0].mixer)} <= named or type(model.layers[0].mixer).step is Mixer.step
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("rwkv")])
+def test_forms_that_found_no_kernel_are_not_those_that_run(name, kernels_on_a_cpu):
+    """A mixer's step runs if its chains have kernels: not on a CPU, and not with a hook on the norm."""
+    found = {}
+    for place in ("", "mixer_norm"):
+        model = model_of(name)
+        if place:
+            getattr(model.layers[0], place).register_forward_hook(lambda *given: None)
+        choices = [one for one in ps.explain(model, tokens=3, mode="decode").choices if isinstance(one, Choice)]
+        found[place] = next(one for one in choices if one.chain == "update_mixer")
+        assert [one.chain for one in choices].count("update_mixer") == 2 * len(model.layers)
+    assert (found[""].form, found[""].reasons) == ("step", ())
+    assert (found["mixer_norm"].form, found["mixer_norm"].reasons) == ("modules", (("step", NOTHING_RAN),))
 
 
 def by_layer(choices):

@@ -17,10 +17,11 @@ import penstock as ps
 from penstock.call.implementation import Upstream
 from penstock.call.memory import Memory
 from penstock.errors import PenstockError
+from penstock.gpu import nvrtc
 from penstock.gpu.target import Target
 from penstock.recurrence import cuda, reference
-from penstock.recurrence.cuda import compile, launch
-from penstock.recurrence.cuda.compile import Configuration
+from penstock.recurrence.cuda import launch
+from penstock.recurrence.cuda.configuration import Configuration
 from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.tokens.shape import Shape
@@ -176,7 +177,7 @@ OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHIT
 @pytest.mark.parametrize(("arch", "head"), [SAMPLED, *OTHERS])
 def test_kernels_compile_without_spills(arch, head):
     pytest.importorskip("cuda.core")
-    told = {configuration: compile.compiled(configuration, arch)[1] for configuration in configurations(head)}
+    told = {configuration: nvrtc.compiled(configuration, arch)[1] for configuration in configurations(head)}
     spills = {one: re.findall(r"(\d+) bytes spill (?:stores|loads)", log) for one, log in told.items()}
     assert all(len(found) == 2 for found in spills.values()), next(iter(told.values()))
     assert not [one for one, found in spills.items() if found != ["0", "0"]]
@@ -186,19 +187,19 @@ def test_machine_code_is_cached_and_broken_files_are_compiled_again(monkeypatch,
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configuration = Configuration("forward", 32, FLOAT32, FLOAT32)
-    code = compile.machine_code(configuration, "sm_90")
-    path = compile.kept_at(configuration, "sm_90")
+    code = nvrtc.machine_code(configuration, "sm_90")
+    path = nvrtc.kept_at(configuration, "sm_90")
     kept = path.read_bytes()
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
     calls = []
-    monkeypatch.setattr(compile, "compiled", lambda *given: calls.append(given) or (code, ""))
-    assert compile.machine_code(configuration, "sm_90") == code
+    monkeypatch.setattr(nvrtc, "compiled", lambda *given: calls.append(given) or (code, ""))
+    assert nvrtc.machine_code(configuration, "sm_90") == code
     assert not calls
     for broken in (b"", kept[:-1], kept[:40] + b"?" + kept[41:]):
         calls.clear()
         path.write_bytes(broken)
-        assert compile.machine_code(configuration, "sm_90") == code
+        assert nvrtc.machine_code(configuration, "sm_90") == code
         assert len(calls) == 1
         assert path.read_bytes() == kept
 
@@ -206,23 +207,21 @@ def test_machine_code_is_cached_and_broken_files_are_compiled_again(monkeypatch,
 def test_file_names_hold_what_machine_code_depends_on(monkeypatch):
     pytest.importorskip("cuda.bindings")
     configuration = Configuration("forward", 32, FLOAT32, FLOAT32)
-    names = {
-        compile.kept_at(one, "sm_90") for one in (configuration, replace(configuration, head=64), replace(configuration, gate=FLOAT64))
-    }
-    names |= {compile.kept_at(configuration, "sm_80")}
-    monkeypatch.setattr(compile, "nvrtc_version", lambda: (99, 0))
-    names |= {compile.kept_at(configuration, "sm_90")}
+    names = {nvrtc.kept_at(one, "sm_90") for one in (configuration, replace(configuration, head=64), replace(configuration, gate=FLOAT64))}
+    names |= {nvrtc.kept_at(configuration, "sm_80")}
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (99, 0))
+    names |= {nvrtc.kept_at(configuration, "sm_90")}
     monkeypatch.setattr(Configuration, "source", "another")
-    names |= {compile.kept_at(configuration, "sm_90")}
+    names |= {nvrtc.kept_at(configuration, "sm_90")}
     assert len(names) == 6
 
 
 def test_an_unwritable_cache_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(compile, "compiled", lambda *given: (b"code", ""))
-    monkeypatch.setattr(compile, "nvrtc_version", lambda: (13, 0))
-    assert compile.machine_code(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_90") == b"code"
+    monkeypatch.setattr(nvrtc, "compiled", lambda *given: (b"code", ""))
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
+    assert nvrtc.machine_code(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_90") == b"code"
 
 
 def test_unknown_architectures_raise():
@@ -230,7 +229,7 @@ def test_unknown_architectures_raise():
     with pytest.raises(
         PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the penstock_wkv_fwd kernel for sm_12, got (.|\n)*impl='auto'"
     ):
-        compile.compiled(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_12")
+        nvrtc.compiled(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_12")
 
 
 @pytest.mark.parametrize(

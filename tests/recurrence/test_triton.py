@@ -11,7 +11,7 @@ from sampling import every, slow
 
 import penstock as ps
 from penstock.gpu.launch import trying
-from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.operators import FAMILY, SUMMARY
 from penstock.recurrence.triton import launch, plan, states, table_file
 from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.table import KernelConfig
@@ -244,6 +244,19 @@ WIDE = (
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_heads_equal_the_oracle(case, impl):
     check_contract(case, impl)
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("sizes", [(600, 24), *slow((24, 600))], ids=str)
+def test_summaries_of_wide_heads_equal_the_oracle(sizes, adjoint):
+    """As wide as the heads of functions over sequences."""
+    K, V = sizes
+    random = torch.Generator().manual_seed(3)
+    k, v, g = (torch.randn(1, 20, 1, size, generator=random) for size in (K, V, K))
+    given = [(k.to(dtype), v.to(dtype), -g.abs().to(dtype), None) for dtype in (torch.float32, torch.float64)]
+    found, exact = (SUMMARY("summary('gla')", x, (1.0, False, adjoint), impl) for x, impl in zip(given, ("triton", "reference")))
+    for one, other in zip(found, exact):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["rwkv6", *slow("simple_gla")])

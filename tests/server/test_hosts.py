@@ -5,7 +5,7 @@ import pytest
 from live_server import KEY, running
 
 from penstock.errors import RangeError
-from penstock.server.hosts import check_hosts, known_hosts
+from penstock.server.hosts import HOSTS, known_hosts
 
 PATHS = ["/", "/v1/models", "/health", "/metrics", "/none"]
 HERE = ["localhost", "127.0.0.1", "[::1]", "LOCALHOST", "localhost:8000", "127.0.0.1:1", "[::1]:8000"]
@@ -71,4 +71,4 @@ def test_others_can_reach_other_addresses_anyway(host):
 @pytest.mark.parametrize("host", ["https://example.org", "example.org:80", "Example.org", "", "a b", "::1"])
 def test_what_is_no_host_is_refused(host):
     with pytest.raises(RangeError, match="serve: allow_host must be a name such as"):
-        check_hosts("serve", ["*", "a-b.example.org", "[::1]", "10.0.0.1", host])
+        HOSTS.check("serve", ["*", "a-b.example.org", "[::1]", "10.0.0.1", host])

@@ -6,7 +6,7 @@ from live_server import KEY, running
 
 from penstock.errors import RangeError
 from penstock.server import app
-from penstock.server.origins import check_origins
+from penstock.server.origins import ORIGINS
 
 PAGE = "https://example.org"
 ASKED = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
@@ -75,4 +75,4 @@ def test_every_origin_and_none(free, live):
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://Example.org", "https://example.org/a", "", "**"])
 def test_what_is_no_origin_is_refused(origin):
     with pytest.raises(RangeError, match="serve: allow_origin must be an origin such as https://"):
-        check_origins("serve", ["*", "null", "http://[::1]:80", origin])
+        ORIGINS.check("serve", ["*", "null", "http://[::1]:80", origin])

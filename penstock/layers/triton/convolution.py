@@ -95,7 +95,11 @@ def penstock_convolution_fwd(
     R, C, x_n, tail_n, tail_w, tokens,
     W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``tokens`` tokens, GROUP by GROUP, of BC channels."""
+    """y_t = silu(bias + sum_i w_i x_{t-W+1+i}); without SILU, y_t is the sum.
+
+    Reads x [R,C], the earlier inputs ``tail`` [sequences,W-1,C], starts [R], weight [C,W], bias [C]. Writes y [R,C]. A program has
+    ``tokens`` tokens, GROUP by GROUP, of BC channels.
+    """
     first = tl.program_id(0) * tokens
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here = c < C
@@ -132,10 +136,13 @@ def penstock_convolution_bwd(
     R, C, x_n, tail_n, tail_w, dy_n, tokens,
     W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``tokens`` tokens, GROUP by GROUP, of BC channels; z, the value before silu, is recomputed.
+    """dx_t = sum_i w_{W-1-i} dz_{t+i}, dw_i = sum_t dz_t x_{t-W+1+i}, dz = silu'(z) dy, where z is the value before silu.
 
-    dx_t = sum_i w_{W-1-i} dz_{t+i} over tokens of the same sequence: the program also reads the next W - 1 tokens.
-    ``partial`` are the sums so far of the last W - 1 tokens.
+    Reads x, dy [R,C], tail [sequences,W-1,C], weight [C,W]. Writes dx [R,C] and sums [programs,W+1,C]. A program has ``tokens`` tokens,
+    GROUP by GROUP, of BC channels; z is recomputed.
+
+    The sum is over tokens of the same sequence: the program also reads the next W - 1 tokens. ``partial`` are the sums so far of the last W
+    - 1 tokens.
     """
     p = tl.program_id(0)
     first = p * tokens
@@ -203,9 +210,10 @@ def penstock_convolution_tails(
     C, x_n, tail_n, tail_w, after_n, after_w,
     W: tl.constexpr, SLOTS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 inputs of each sequence; a shorter sequence keeps a part of its tail. With SLOTS, negative slots write nothing.
+    """after = the last W - 1 of the earlier inputs and the tokens of a sequence: a shorter sequence keeps a part of its tail.
 
-    One program per sequence. It loads all values before the first store.
+    Reads x [R,C], bounds [sequences+1] and tail [sequences,W-1,C]. Writes ``after`` [sequences,W-1,C]. Program (sequence, BC channels): it
+    loads all values before the first store. With SLOTS, negative slots write nothing.
     """
     n = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -233,7 +241,11 @@ def penstock_convolution_step(
     C, x_n, tail_n, tail_w,
     W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A decode step: one token per sequence. The sequence's row of the pool is updated in place, except for negative slots."""
+    """y = silu(bias + sum_i w_i x_i), x_{W-1} the token and the others its row of the pool, which then ends with the token.
+
+    Reads x [R,C], pool [P,W-1,C], slots [R], weight [C,W], bias [C]. Writes y [R,C] and rows of the pool. Program (token, BC channels). For
+    a negative slot no row changes.
+    """
     n = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here = c < C

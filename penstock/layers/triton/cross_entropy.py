@@ -18,7 +18,9 @@ def penstock_cross_entropy(
     losses,  # [R] float32, written
     V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: ``log(sum(exp(logits))) - logits[label]``, and (softmax - one-hot label) times ``upstream``.
+    """loss = log(sum(exp(logits))) - logits[label], d logits = (softmax - one-hot label) upstream.
+
+    Reads logits [R,V], labels [R], upstream [R]. Writes losses [R] and, if GRADIENT, the gradient over the logits. One program per token.
 
     Exponentials and sums are float32; each lane has its own maximum until the end. A token that is not counted has loss 0 and gradient 0.
     """

@@ -110,7 +110,10 @@ def penstock_products(
     K: tl.constexpr, PARTS: tl.constexpr, RELU_SQUARED: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = x_i W_i^T in one grid. RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate)."""
+    """y_i = x_i W_i^T in one grid. RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate).
+
+    Reads x_i [R,K], W_i [N,K], gate [R,N]. Writes y_i [R,N]. Program (BN rows of a weight, BM rows of x).
+    """
     block = tl.program_id(0)
     part = block * 0
     if PARTS > 1:
@@ -154,7 +157,10 @@ def penstock_low_rank(
     PARTS: tl.constexpr, M: tl.constexpr, DECAY: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = x + (before - x) m_i, m_i = mu_i + tanh(hidden_i) up_i; with ``DECAY`` -exp(m_0)."""
+    """y_i = x + (before - x) m_i, m_i = mu_i + tanh(hidden_i) up_i; with ``DECAY`` y = -exp(m_0).
+
+    Reads hidden [R,PARTS,M], up [PARTS,M,C], mu_i [C], x and before [R,C]. Writes y [PARTS,R,C]. Program (BC channels, part i, BR tokens).
+    """
     i = tl.program_id(1)
     mu = selected(i, mu0, mu1, mu2, mu3, mu4, PARTS)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
@@ -253,7 +259,10 @@ def penstock_shifted_norm(
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, COUNT: tl.constexpr,
     COMPLEMENT: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum, its norm, and its interpolations with the norm of the previous token. One program per token.
+    """z_t = norm(x_t + y_t), shifted_i = z_t + (z_{t-1} - z_t) mu_i.
+
+    Reads x, y [R,C], weight, bias and mu_i [C], pool [P,C]. Writes total = x + y and z [R,C], shifted [COUNT,R,C], and rows of the pool.
+    One program per token.
 
     ``starts`` is the index of the sequence that begins at a token, or -1. The previous token of a sequence's first token is its row of the
     pool. The norm of the last token replaces that row: the program of the first token reads the row, computes the last token's norm and

@@ -21,7 +21,10 @@ def penstock_norm_gate_fwd(
     R, H, V, h_step, eps,
     CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else an RMS norm."""
+    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else an RMS norm.
+
+    Reads x, gate [R,H,V], weight, bias [H,V] or [V]. Writes y [R,H,V]. Program (BR tokens, head).
+    """
     h = tl.program_id(1)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     v = tl.arange(0, BV)
@@ -66,7 +69,10 @@ def penstock_add_norm(
     C, eps,
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The sum, rounded, and its norm: with ``CENTRE`` a layer norm, else an RMS norm. One program per token."""
+    """total = x + y, rounded; normed = norm(total): with ``CENTRE`` a layer norm, else an RMS norm.
+
+    Reads x, y [R,C], weight, bias [C]. Writes total, normed [R,C]. One program per token.
+    """
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
@@ -86,7 +92,11 @@ def penstock_add_norm_bwd(
     R, C, eps, each,
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``each`` blocks of BR tokens. ADD: there is a ``d_total``."""
+    """dx = d_total + norm'(total) d_normed, dweight = sum_t d_normed_t n_t with n the norm without its weight. ADD: there is a d_total.
+
+    Reads total, d_total, d_normed [R,C], weight [C]. Writes dx [R,C], dweight, dbias [programs,C]. A program has ``each`` blocks of BR
+    tokens.
+    """
     p = tl.program_id(0)
     c = tl.arange(0, BC)
     w = tl.load(weight + c, c < C, other=0.0).to(tl.float32)
@@ -122,7 +132,11 @@ def penstock_norm_gate_bwd(
     R, H, V, h_step, eps, each,
     CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``each`` blocks of BR tokens of one head. AGAIN: recompute the forward result and store it as y."""
+    """dx = norm'(x) (dy silu(gate)), dgate = dy norm(x) silu'(gate). AGAIN: y = norm(x) silu(gate) is stored, too.
+
+    Reads x, gate, dy [R,H,V], weight, bias [H,V] or [V]. Writes dx, dgate, y [R,H,V], dweight, dbias [programs,H,V]. A program has ``each``
+    blocks of BR tokens of one head.
+    """
     p, h = tl.program_id(0), tl.program_id(1)
     v = tl.arange(0, BV)
     w = tl.full([BV], 1.0, tl.float32)
@@ -160,7 +174,10 @@ def penstock_norm_gate_bwd(
 
 @triton.jit
 def penstock_gated_fwd(a, b, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = activation(a) b."""
+    """y = activation(a) b.
+
+    Reads a, b [size], writes y [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     z = tl.load(a + at, here, other=0.0).to(tl.float32)
@@ -172,7 +189,10 @@ def penstock_gated_fwd(a, b, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of a and b. AGAIN: recompute the forward result and overwrite dy with it."""
+    """da = activation'(a) b dy, db = activation(a) dy. AGAIN: y = activation(a) b overwrites dy.
+
+    Reads a, b, dy [size], writes da, db [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     z = tl.load(a + at, here, other=0.0).to(tl.float32)
@@ -191,7 +211,10 @@ def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: 
 
 @triton.jit
 def penstock_pointwise_fwd(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = activation(x)."""
+    """y = activation(x).
+
+    Reads x [size], writes y [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     if ACTIVATION == SIGMOID:
@@ -205,7 +228,10 @@ def penstock_pointwise_fwd(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def penstock_pointwise_bwd(x, dy, dx, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = activation'(x) dy, computed from x: from a rounded result near 1 it would be inexact."""
+    """dx = activation'(x) dy, computed from x: from a rounded result near 1 it would be inexact.
+
+    Reads x, dy [size], writes dx [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     d = tl.load(dy + at, at < size, other=0.0).to(tl.float32)
@@ -222,7 +248,10 @@ def penstock_pointwise_bwd(x, dy, dx, size, ACTIVATION: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
-    """y = relu(x)^2."""
+    """y = relu(x)^2.
+
+    Reads x [size], writes y [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     z = tl.where(z < 0, 0.0, z)  # keeps NaN
@@ -231,7 +260,10 @@ def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def penstock_relu_squared_bwd(x, dy, dx, size, ROOT: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = 2 relu(x) dy. ROOT: x is the result of the forward pass, and relu(x) its square root."""
+    """dx = 2 relu(x) dy. ROOT: x is the result of the forward pass, and relu(x) its square root.
+
+    Reads x, dy [size], writes dx [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     z = tl.sqrt(z) if ROOT else tl.where(z < 0, 0.0, z)
@@ -246,7 +278,10 @@ def penstock_decay_fwd(
     R, C,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """w = -exp(bias + x)."""
+    """w = -exp(bias + x).
+
+    Reads x [R,C], bias [C], writes w [R,C]. Program (BR tokens, BC channels).
+    """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here = (r < R)[:, None] & (c < C)[None, :]
@@ -265,7 +300,10 @@ def penstock_decay_bwd(
     R, C, each,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dx = w dw, with w recomputed. A program computes ``each`` blocks of BR tokens."""
+    """dx = w dw, dbias = sum_t (w dw)_t, with w recomputed.
+
+    Reads x, dw [R,C], bias [C]. Writes dx [R,C], dbias [programs,C]. A program has ``each`` blocks of BR tokens and BC channels.
+    """
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.load(bias + c, c < C, other=0.0).to(tl.float32)[None, :]
@@ -296,7 +334,10 @@ def softplus(x):
 
 @triton.jit
 def penstock_log_sigmoid_fwd(x, g, size, normalizer, BLOCK: tl.constexpr):
-    """g = log(sigmoid(x)) / normalizer."""
+    """g = log(sigmoid(x)) / normalizer.
+
+    Reads x [size], writes g [size] float32. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     tl.store(g + at, -softplus(-z) / normalizer, at < size)
@@ -304,7 +345,10 @@ def penstock_log_sigmoid_fwd(x, g, size, normalizer, BLOCK: tl.constexpr):
 
 @triton.jit
 def penstock_log_sigmoid_bwd(x, dg, dx, size, normalizer, BLOCK: tl.constexpr):
-    """dx = sigmoid(-x) dg / normalizer."""
+    """dx = sigmoid(-x) dg / normalizer.
+
+    Reads x, dg [size], writes dx [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     d = tl.load(dg + at, at < size, other=0.0)

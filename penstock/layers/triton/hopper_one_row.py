@@ -68,7 +68,10 @@ def penstock_shifted_low_rank(
     ADD: gl.constexpr, CENTRE: gl.constexpr, BIAS: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BC: gl.constexpr, BN: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Program (columns, part i): y_i = z + (p - z) m_i, m_i = mu_i + tanh((z + (p - z) mu) down_i) up_i.
+    """y_i = z + (p - z) m_i, m_i = mu_i + tanh((z + (p - z) mu) down_i) up_i.
+
+    Reads x, y [C], pool [P,C], mu [C], down [C,PARTS*M], up [PARTS,M,C], mu_i [C]. Writes total = x + y and z [C], y_i [PARTS,C]. Program
+    (BN columns, part i).
 
     z is the norm of x + y, as ``penstock_shifted_norm`` computes it for single tokens, and p the row of the pool.
 
@@ -237,7 +240,10 @@ def penstock_shifted_products(
     K: gl.constexpr, ADD: gl.constexpr, CENTRE: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Channel mix: y_0 = relu(W_0 (z + (p - z) mu_0))^2 and y_1 = W_1 (z + (p - z) mu_1), one program per tile of weights.
+    """y_0 = relu(W_0 (z + (p - z) mu_0))^2 and y_1 = W_1 (z + (p - z) mu_1): RWKV's channel mix.
+
+    Reads x, y [K], pool [P,K], mu_i [K], W_i [N,K] as tiles [HEIGHT,64 GROUPS]. Writes total = x + y and z [K], y_i [N]. One program per
+    tile of weights.
 
     z is the norm of x + y and p the row of the pool. Each program computes the norm itself, which saves a launch. PDL: all stages of the
     ring of weights are loaded before the wait for the previous kernel.

@@ -214,10 +214,13 @@ def penstock_products_hopper(
     BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
     SPREAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """y_i = x_i W_i^T in one grid. Program (block of rows, tile of weights).
+    """y_i = x_i W_i^T in one grid. RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate).
 
-    RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate). LASTS, for one map and one row: ``normed`` replaces the
-    row of the pool. PDL: weights are read before the wait for the earlier kernels, which do not write them; all else after it.
+    Reads x_i [R,K] as tiles [BM,BK], W_i [N,K] as tiles [BN,BK], gate [R,N]. Writes y_i [R,N]. Program (block of rows, tile of weights,
+    part of K).
+
+    LASTS, for one map and one row: ``normed`` replaces the row of the pool. PDL: weights are read before the wait for the earlier kernels,
+    which do not write them; all else after it.
     """
     if PDL:
         cuda.gdc_launch_dependents()

@@ -31,7 +31,10 @@ def penstock_time_steps_fwd(
     R, H, dt_r, x_r, low, high,
     V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(A_log) step, v = x step. A program computes BR tokens of BH heads."""
+    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(A_log) step, v = x step.
+
+    Reads dt [R,H], dt_bias, A_log [H], x [R,H,V]. Writes g [R,H], v [R,H,V]. Program (BR tokens, BH heads).
+    """
     row = tl.arange(0, BR * BH)
     r = tl.program_id(0).to(tl.int64) * BR + row // BH
     h = tl.program_id(1) * BH + row % BH
@@ -59,7 +62,11 @@ def penstock_time_steps_bwd(
     R, H, dt_r, x_r, low, high, each,
     ADD: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``each`` blocks of BR tokens of BH heads. ADD: add ``further`` to dx."""
+    """d step = -exp(A_log) dg + rowsum(x o dv), d_dt = d step step', dx = step dv, dA = sum_t g dg. ADD: add ``further`` to dx.
+
+    Reads dt, dg [R,H], x, dv [R,H,V]. Writes d_dt [R,H], dx [R,H,V], d_bias, dA [programs,H]. A program has ``each`` blocks of BR tokens of
+    BH heads.
+    """
     p = tl.program_id(0)
     row = tl.arange(0, BR * BH)
     h = tl.program_id(1) * BH + row % BH
@@ -115,7 +122,8 @@ def penstock_gated_norm_fwd(
 ):  # fmt: skip
     """y = norm((o + D x) silu(z)) weight, with the RMS norm of a group of S = H V / G channels.
 
-    A program computes one group of one token, in COUNT blocks of BC channels. A tile consists of pieces of PIECE channels of one head.
+    Reads o, x [R,H,V], D [H], z [R,G*S], weight [G*S]. Writes y [R,G*S]. Program (token, group): COUNT blocks of BC channels. A tile
+    consists of pieces of PIECE channels of one head.
     """
     r, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * S
     piece = tl.arange(0, BC // PIECE) * PIECE
@@ -162,7 +170,10 @@ def penstock_gated_norm_bwd(
     R, G, o_r, x_r, z_r, eps, each,
     AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one group of ``each`` tokens, in COUNT blocks of BC channels. AGAIN: store the recomputed forward result as y.
+    """d_o = norm'((o + D x) silu(z)) (dy weight) silu(z), dx = D d_o, dD = sum x d_o, dz alike. AGAIN: y is stored, too.
+
+    Reads o, x [R,H,V], z, dy [R,G*S], D [H], weight [G*S]. Writes d_o, dx [R,H,V], dz, y [R,G*S] and sums [programs,...]. A program has one
+    group of ``each`` tokens, in COUNT blocks of BC channels.
 
     Inputs are read for the two sums of a group and again, from the cache, for the gradients: held in registers, they would spill. The
     second loads have a cache modifier. Without it the compiler would merge them with the first ones.

@@ -21,10 +21,12 @@ def penstock_product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
     RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T. A program sums a tile over K in order. EVEN: K is a multiple of SPLIT * BK.
+    """y = x W^T. RELU_SQUARED: y becomes relu(y)^2. GATE: y is multiplied by sigmoid(gate).
 
-    With SPLIT parts, part q has every SPLIT-th block of K from block q on; the sums of the parts are added in order. APART: program
-    (tile, q) stores the sum of part q. RELU_SQUARED: y becomes relu(y)^2. GATE: y is multiplied by sigmoid(gate).
+    Reads x [M,K], W [N,K], gate [M,N]. Writes y [M,N]. A program sums a tile [BM,BN] over K in order. EVEN: K is a multiple of SPLIT * BK.
+
+    With SPLIT parts, part q has every SPLIT-th block of K from block q on; the sums of the parts are added in order. APART: program (tile,
+    q) stores the sum of part q.
     """
     tiles = tl.cdiv(M, BM)
     pid = tl.program_id(0)
@@ -74,7 +76,10 @@ def penstock_sum_of_parts(
     size,
     SPLIT: tl.constexpr, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of ``penstock_product`` in order."""
+    """y = sum_q parts_q in the order of the parts, then as ``penstock_product``.
+
+    Reads parts [SPLIT,size], gate [size], writes y [size]. A program has BLOCK elements.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     total = tl.load(parts + at, here, other=0.0)
@@ -91,7 +96,11 @@ def penstock_product_of_few_rows(
     M, N, K, w_n,
     ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T for up to ROWS rows, without tensor cores: all loads of a tile of W are in flight at once. EVEN: K is a multiple of BK."""
+    """y = x W^T for up to ROWS rows, without tensor cores.
+
+    Reads x [M,K], W [N,K], writes y [M,N]. A program has BN rows of W: all loads of a tile [BN,BK] are in flight at once. EVEN: K is a
+    multiple of BK.
+    """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     m = tl.arange(0, ROWS)

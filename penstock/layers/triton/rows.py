@@ -18,7 +18,10 @@ def penstock_write_rows(
     states_n, pool_n, D,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``pool[slots[n]] = states[n]`` for slots of at least 0. ``states_n`` and ``pool_n`` are the strides of rows.
+    """pool[slots[n]] = states[n] for slots of at least 0.
+
+    Reads states [N,D], slots [N]. Writes rows of pool [P,D]. Program (sequence n, BLOCK elements). ``states_n`` and ``pool_n`` are strides
+    of rows.
 
     PACKED: the state of sequence n is its last token; an empty sequence writes nothing.
     """

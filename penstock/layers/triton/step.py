@@ -30,7 +30,10 @@ def penstock_rwkv_step(
     SLOTS: tl.constexpr, LASTS: tl.constexpr, BC: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
     CUDA: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): w = -exp(bias + tanh(low) up), a step of the state, y = norm(o) silu(gate). Without LOW_RANK, w = -exp(bias).
+    """w = -exp(bias + tanh(low) up), S <- exp(w) o S + k^T v, o = r (S + u o k^T v) of the old S, y = norm(o) silu(gate).
+
+    Reads low [R,M], up [M,H,K], bias, u [H,K], r, k [R,H,K], v, gate [R,H,V]. Writes y [R,H,V] and rows of pool [P,H,K,V]. Program (row,
+    head). Without LOW_RANK, w = -exp(bias).
 
     LASTS, for one row: ``normed`` replaces the row of ``lasts``, BC columns per program. For a negative slot, y is 0 and no row of a pool
     changes. DENSE: the state of a head is contiguous and aligned to 16 bytes.

@@ -65,9 +65,10 @@ def penstock_shift_fwd(
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
     SLOTS: tl.constexpr, TANH: tl.constexpr, COMPLEMENT: tl.constexpr,
 ):  # fmt: skip
-    """A program computes all outputs of BR tokens and BC channels. ``last_n`` is the stride of rows of ``last``.
+    """y_i = x + (p - x) m_i, m_i = mu_i + h_i W_i, p the previous token. COMPLEMENT: y_i = p + (x - p) mu_i.
 
-    COMPLEMENT: y_i = p + (x - p) mu_i.
+    Reads x [R,C], last [sequences,C], starts [R], mu_i [C], hidden h [R,N,M], up W [N,M,C]. Writes y [N,R,C]. Program (BR tokens, BC
+    channels): all outputs. ``last_n`` is the stride of rows of ``last``.
     """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -111,9 +112,11 @@ def penstock_shift_bwd(
     R, C, each,
     N: tl.constexpr, ADD: tl.constexpr, COMPLEMENT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
-    """Without a low-rank part: dx_t = sum dy_t (1 - m) + sum dy_{t+1} m. A program computes ``each`` blocks of BR tokens.
+    """dx_t = sum_i dy_{i,t} (1 - m_i) + sum_i dy_{i,t+1} m_i, dmu_i = sum_t dy_{i,t} (p - x)_t, without a low-rank part. COMPLEMENT: m = 1
+    - mu.
 
-    COMPLEMENT: m = 1 - mu.
+    Reads x, dy_i [R,C], last [sequences,C], starts [R], mu [N,C]. Writes dx [R,C], dmu [programs,N,C]. A program has ``each`` blocks of BR
+    tokens and BC channels.
     """
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -159,9 +162,10 @@ def penstock_shift_low_rank_bwd(
     R, C, each,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx with a low-rank part. A program computes ``each`` blocks of BR - 1 tokens: the last token of a tile belongs to the next block.
+    """dx_t = sum_i dy_{i,t} (1 - m_{i,t}) + sum_i dy_{i,t+1} m_{i,t+1}, with a low-rank part.
 
-    dx_t = sum dy_t (1 - m_t) + sum dy_{t+1} m_{t+1}.
+    Reads dy_i [R,C], mu [N,C], hidden [R,N,M], up [N,M,C], starts [R]. Writes dx [R,C]. A program has ``each`` blocks of BR - 1 tokens: the
+    last token of a tile belongs to the next block.
     """
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     row = tl.arange(0, BR)
@@ -194,7 +198,10 @@ def penstock_shift_hidden_bwd(
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
     AMD: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BR tokens of one interpolation: the sum over channels of dm W, dm = dy (p - x)."""
+    """d_hidden_i = dm_i W_i^T, dm_i = dy_i (p - x).
+
+    Reads x, dy_i [R,C], last [sequences,C], starts [R], up W [N,M,C]. Writes d_hidden [R,N,M]. Program (BR tokens, interpolation i).
+    """
     i = tl.program_id(0) % N  # programs of the same tokens are adjacent: x is read from memory once
     dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
     r, j = tl.program_id(0) // N * BR + tl.arange(0, BR), tl.arange(0, BM)
@@ -220,7 +227,11 @@ def penstock_shift_weights_bwd(
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
     AMD: tl.constexpr,
 ):  # fmt: skip
-    """With a low-rank part. A program sums dm h and dm over ``each`` blocks of BR tokens of one interpolation."""
+    """d_up_i = sum_t h_{i,t}^T dm_{i,t}, dmu_i = sum_t dm_{i,t}, dm_i = dy_i (p - x), with a low-rank part.
+
+    Reads x, dy_i [R,C], last [sequences,C], starts [R], hidden h [R,N,M]. Writes d_up [programs,N,M,C], dmu [programs,N,C]. Program
+    (interpolation i, BC channels, ``each`` blocks of BR tokens).
+    """
     i = tl.program_id(0)  # programs of the same tokens are adjacent: x is read from memory once
     dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
     c, p, j = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(2), tl.arange(0, BM)

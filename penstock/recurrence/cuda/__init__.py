@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...call.implementation import Implementation, Mode, Upstream
+from ...gpu.nvrtc import available
 from ...gpu.target import Target, unavailable
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Recurrence, Tokens, refuses_bonus
@@ -21,18 +21,6 @@ CAPABILITY = (8, 0)
 LENGTHS = (8, 256)
 """Lower (exclusive) and upper bound of T, powers of two. Between them it is faster than the Triton kernels if all thread blocks run at
 once (benchmarks/NOTES.md, "CUDA kernels")."""
-
-
-@cache
-def available() -> str | None:
-    """Why CUDA kernels cannot be compiled or run on this machine, or None."""
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "torch sees no NVIDIA GPU here"
-    try:
-        missing = find_spec("cuda.core") is None or find_spec("cuda.bindings") is None
-    except ModuleNotFoundError:
-        missing = True
-    return "cuda-core is not installed: pip install 'penstock[cuda]'" if missing else None
 
 
 @cache

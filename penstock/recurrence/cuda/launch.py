@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from math import sqrt
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...call import private
 from ...call.memory import exact
-from ...errors import PenstockError
+from ...gpu.nvrtc import run
 from ...gpu.plan import contiguous, dense
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
-from .compile import Configuration, Kernel, machine_code
+from .configuration import Configuration
 from .sizes import COLUMNS, FAR
 
 CHUNK = 8
@@ -174,55 +172,3 @@ def _configuration(
         torch.int64 if indices is None else indices.dtype,
         direction == "backward" and "T" not in p.variant.decay,
     )
-
-
-def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
-    """Launch a number of thread blocks. The tests replace this function by an emulation on the CPU."""
-    if device.index != private.current_device():
-        with torch.cuda.device(device):
-            return run(kernel, blocks, device, *arguments)
-    driver = _driver()
-    _ensure_context(device.index)
-    function, stream = _function(kernel, device.index), private.raw_stream(device.index)
-    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
-    _check(status, "launch")
-
-
-@cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _ensure_context(device: int) -> None:
-    """Set torch's context in a thread that has none: a new thread has no current CUDA context."""
-    driver = _driver()
-    status, context = driver.cuCtxGetCurrent()
-    _check(status, "have a context for")
-    if not int(context):
-        status, handle = driver.cuDeviceGet(device)
-        _check(status, "find the device for")
-        status, context = driver.cuDevicePrimaryCtxRetain(handle)
-        _check(status, "have a context for")
-        (status,) = driver.cuCtxSetCurrent(context)
-        _check(status, "have a context for")
-
-
-@cache
-def _function(kernel: Kernel, device: int) -> object:
-    """The kernel, compiled or found on disk, and loaded into torch's context of a device, which must be the current one."""
-    driver = _driver()
-    major, minor = torch.cuda.get_device_capability(device)
-    code = machine_code(kernel, f"sm_{major}{minor}")
-    status, module = driver.cuModuleLoadData(code)
-    _check(status, "load")
-    status, function = driver.cuModuleGetFunction(module, kernel.kernel.encode())
-    _check(status, "find")
-    return function
-
-
-def _check(status: object, what: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise PenstockError(f"cuda: the driver must {what} the kernel, got {status}. Use impl='auto', and please report it.")

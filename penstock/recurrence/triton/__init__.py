@@ -21,8 +21,6 @@ from ..gradients import Gradients
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
 """Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
 (1,T,32,64): forward 11.2 against 5.5 us at T = 16 and 0.7 us a token; backward 42 against 29 us and 2 us a token."""
-LARGEST_SUMMARY = 512
-"""Channels of a head in a summary, at most: a program has them all."""
 LARGEST = 2048
 """Channels of a head, at most. Larger ones have been tested on no GPU."""
 
@@ -44,12 +42,15 @@ def _answers() -> ModuleType:
 
 
 def _refuses(p: Tokens, mode: Mode, chunkwise: bool) -> str | None:
-    reason, K, V = refuses_bonus(p, mode) or gpu_refuses(p.q), p.sizes["K"], p.sizes["V"]
-    if reason is None and max(K, V) > LARGEST:
-        return f"its states have at most K = {LARGEST} and V = {LARGEST}, these have {K} and {V}"
+    reason = refuses_bonus(p, mode) or gpu_refuses(p.q) or _too_large(p)
     if reason is not None or (chunkwise and mode == "advance"):
         return reason
     return _answers().refusal(_lists(chunkwise), p, mode)  # type: ignore[no-any-return]
+
+
+def _too_large(p: Tokens) -> str | None:
+    K, V = p.sizes["K"], p.sizes["V"]
+    return f"its states have at most K = {LARGEST} and V = {LARGEST}, these have {K} and {V}" if max(K, V) > LARGEST else None
 
 
 def _lists(chunkwise: bool) -> Any:
@@ -142,9 +143,7 @@ def _summary_backward(p: Summary, upstream: Upstream) -> Tensors:
 def _summary_refuses(p: Summary, mode: Mode) -> str | None:
     if mode == "forward" and not p.adjoint and p.scale != 1:
         return f"only the adjoint has a scale, this is {p.scale}"
-    if max(p.sizes["K"], p.sizes["V"]) > LARGEST_SUMMARY:
-        return f"its states have at most {LARGEST_SUMMARY} channels, these have {p.sizes['K']} and {p.sizes['V']}"
-    return gpu_refuses(p.k)
+    return gpu_refuses(p.k) or _too_large(p)
 
 
 def _summary_forms() -> tuple[Listed, ...]:

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from penstock.recurrence.cuda.compile import HERE as SOURCES
-from penstock.recurrence.cuda.compile import Kernel
+from penstock.gpu.nvrtc import Kernel
+from penstock.recurrence.cuda.configuration import HERE as SOURCES
 
 HERE = Path(__file__).parent
 OF_A_GPU = (SOURCES / "gpu.cuh").read_text()

@@ -15,7 +15,10 @@ SIZE = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def penstock_sum_blocks(parts, total, rows, V: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
-    """total [rows,V] from parts [rows,BLOCKS,V], in the order of the blocks. The number of elements may not fit 32 bits."""
+    """total = sum_b parts_b, in the order of the blocks.
+
+    Reads parts [rows,BLOCKS,V], writes total [rows,V]. A program has SIZE elements. Their number may not fit 32 bits.
+    """
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     at = parts + i // V * (BLOCKS * V) + i % V
     x = tl.load(at, mask=i // V < rows, other=0.0)

@@ -222,7 +222,10 @@ def penstock_chunk_bwd(
     DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
+    """dq, dk, dv, dg and du of the recurrence, a chunk at a time: dA = scale dO V^T, dv = scale A^T dO + (k o 2^R) dS (the module has all).
+
+    Reads q, k [B,T,H,K], v, dO [B,T,H,V], g [B,T,H,K] and u [H,K], all by strides; S before and dS after each chunk [slots,H,K,V]. Writes
+    dq, dk, dg [B,T,H,K], dv [B,T,H,V], and for each chunk du and a constant decay's dg, [slots,H,K] or [slots,H]. Program (chunk, head).
 
     Without DG dg is not computed.
 

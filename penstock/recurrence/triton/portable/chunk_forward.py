@@ -125,7 +125,11 @@ def penstock_chunk_fwd(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
     PART: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of V); if SEGMENTS (segment of L tokens, head, block of V), and initial states are per segment.
+    """S_t = exp(g_t) o S_{t-1} + k_t^T v_t, o_t = scale q_t S_t; PREVIOUS: o_t = scale q_t (S_{t-1} + u o k_t^T v_t).
+
+    Reads q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K], u [H,K] and the initial state [N,H,K,V], all by strides. Writes output [B,T,H,V] and
+    final_state [N,H,K,V]. Program (sequence, head, block of V): chunks of C tokens, one after another. SEGMENTS: (segment of L tokens,
+    head, block of V), and initial states are per segment.
 
     ``chunk_states`` [slots of EVERY tokens,H,K,V]: the state before every EVERY tokens, for the backward pass; EVERY = 0: not stored.
 

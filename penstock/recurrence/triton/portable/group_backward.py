@@ -107,11 +107,14 @@ def penstock_chunk_bwd_groups(
     DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, HEADS heads that share q and k). K is one block. V is a block of C channels, so its tiles are as those of pairs.
+    """dq = scale (sum_h (dA_h k + 2^G o dO_h S_h^T)), dk alike, dv_h = A_h^T dO_h + 2^R o (k dS_h) for heads h that share q and k.
 
-    dv and dg are those of every head, as in ``penstock_chunk_bwd``. dq and dk are contiguous, [B,T,H / HEADS,K]. ``vectors`` [slots,H,5 C]
-    is the program's own memory: for each head both parts of the sums of decays, the terms of dg of tokens from t on and of tokens before t,
-    and the sums over key channels of S o dS.
+    Reads q, k [B,T,H,K], v, dO [B,T,H,V] and g [B,T,H] by strides; S and dS [slots,H,K,V]. Writes dq, dk [B,T,H / HEADS,K], dv [B,T,H,V]
+    and dg [B,T,H] or, of constant decays, [slots,H]. Program (chunk, HEADS heads that share q and k). K is one block. V is a block of C
+    channels, so its tiles are as those of pairs.
+
+    ``vectors`` [slots,H,5 C] is the program's own memory: for each head both parts of the sums of decays, the terms of dg of tokens from t
+    on and of tokens before t, and the sums over key channels of S o dS.
     """
     tl.static_assert(DECAY != CHANNEL)
     tl.static_assert(K <= GROUPED and V <= C)

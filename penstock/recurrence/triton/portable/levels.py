@@ -13,7 +13,10 @@ from ... import levels as plain
 
 @triton.jit
 def penstock_levels(levels, C: tl.constexpr, LEVELS: tl.constexpr, PREVIOUS: tl.constexpr):
-    """Program n: matrix n [C,C], see ``recurrence.levels``."""
+    """levels_n = the 0 or 1 of ``recurrence.levels``: whether the decay of token u is in the factor of token t at level n.
+
+    Writes levels [LEVELS + 3,C,C]. Program n writes matrix n.
+    """
     n = tl.program_id(0)
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]

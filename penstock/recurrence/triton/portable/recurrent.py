@@ -124,7 +124,10 @@ def penstock_recurrent_fwd(
     INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
     ONE: tl.constexpr, CUDA: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
+    """S_t = exp(g_t) o S_{t-1} + k_t^T v_t, o_t = scale q_t S_t; PREVIOUS: o_t = scale q_t (S_{t-1} + u o k_t^T v_t).
+
+    Reads q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K], u [H,K] and states [N,H,K,V] or a pool [P,H,K,V], all by strides. Writes output
+    [B,T,H,V] and the states. Program (sequence, head, block of V): token by token. With SLOTS, sequence n uses state ``slots[n]``.
 
     PIECE > 0: updates in place (see ``in_place.py``), of the tokens after the whole pieces of PIECE tokens. After each token the state is
     as if stored and loaded. If a slot is negative, an output of 0 is stored.

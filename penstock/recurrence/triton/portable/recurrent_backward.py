@@ -51,7 +51,10 @@ def penstock_recurrent_bwd(
     PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, D_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SPAN: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of V).
+    """dS_{t-1} = exp(g_t) o dS_t, dk_t = v_t dS_t^T, dv_t = k_t dS_t, dg_t = exp(g_t) o rowsum(S_{t-1} o dS_t), dq_t = scale dO_t S_t^T.
+
+    Reads q, k, g [B,T,H,K], v, dO [B,T,H,V], u [H,K] and states [N,H,K,V], all by strides. Writes dv [B,T,H,V], d_initial_state [N,H,K,V]
+    and partial sums. Program (sequence, head, block of V): token by token.
 
     dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (constant decays: [NV,N,H,K]; scalar decays: without K) and du [NV,N,H,K] are partial sums
     for each block of V, float32; the caller sums them. dv is complete. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] is scratch

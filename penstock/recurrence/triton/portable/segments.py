@@ -104,7 +104,10 @@ def penstock_segment_sums(
     ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (segment of L tokens, head, block of K, block of V): ``segment_sums`` [slots,H,K,V] and ``segment_decays`` [slots,H,K], log2.
+    """sum_n = sum_t (x_t o exp(decays after t))^T y_t and decay_n = sum_t g_t over the tokens t of segment n.
+
+    Reads x, g [B,T,H,K] and y [B,T,H,V] by strides. Writes ``segment_sums`` [slots,H,K,V] and ``segment_decays`` [slots,H,K], log2. Program
+    (segment of L tokens, head, block of K, block of V).
 
     The sum is the state after the segment, if that before it is zero. ADJOINT: time runs backward, x is q, y is dO.
     """
@@ -156,11 +159,14 @@ def penstock_segment_scan(
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
     IN_ROWS: tl.constexpr, EARLY: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of K, block of V): from the sums of segments of L tokens, the states before every EACH segments.
+    """S_{n+1} = 2^(decay_n) o S_n + sum_n over segments n of L tokens.
 
-    It starts from ``first`` if INITIAL, else from zero, and stores ``last`` if FINAL. ADJOINT: from the last segment to the first, so
-    states are gradients of states after segments. ``states`` [slots of L * EACH tokens,H,K,V] may be ``segment_sums`` if EACH is 1.
-    The sums of AT_ONCE segments are loaded before the first of them is used.
+    Reads ``segment_sums`` [slots,H,K,V] and ``segment_decays`` [slots,H,K]. Writes ``states`` [slots of L * EACH tokens,H,K,V], those
+    before every EACH segments. Program (sequence, head, block of K, block of V): segment by segment.
+
+    It starts from ``first`` [N,H,K,V] if INITIAL, else from zero, and stores ``last`` [N,H,K,V] if FINAL. ADJOINT: from the last segment to
+    the first, so states are gradients of states after segments. ``states`` may be ``segment_sums`` if EACH is 1. The sums of AT_ONCE
+    segments are loaded before the first of them is used.
 
     IN_ROWS: as in ``penstock_chunk_states``; segments are chunks of C tokens. EARLY: this launch and the next one may begin early.
     SUMMARY: ``states`` [N,H,K] gets the sum of all log decays, natural logarithm; no states are stored but ``last``.
@@ -233,10 +239,13 @@ def penstock_chunk_states(
     INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, IN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of K, block of V); if SEGMENTS (segment of L tokens, ...), and ``first`` is per segment.
+    """S <- 2^G o S + sum_t (x_t o 2^(R_t))^T y_t over the tokens t of a chunk, G all decays of the chunk and R_t those after t.
 
-    It starts from ``first`` if INITIAL, else from zero. It stores the state before each chunk in ``chunk_states`` [chunk slots,H,K,V]
-    and the final state in ``last`` (if FINAL). ADJOINT: time runs backward, x is q, y is dO, and the states are gradients of states.
+    Reads x, g [B,T,H,K] and y [B,T,H,V] by strides. Writes the state before each chunk to ``chunk_states`` [slots,H,K,V]. Program
+    (sequence, head, block of K, block of V): chunk by chunk. SEGMENTS: (segment of L tokens, ...), and ``first`` is per segment.
+
+    It starts from ``first`` [N,H,K,V] if INITIAL, else from zero, and stores the final state in ``last`` [N,H,K,V] if FINAL. ADJOINT: time
+    runs backward, x is q, y is dO, and the states are gradients of states.
 
     IN_ROWS > 0, only ADJOINT: K is IN_ROWS * C, and the states of whole chunks are in the rows of their tokens: the first C channels in
     ``chunk_states`` [B,T,H,V], the others in ``upper``, which is like it. The state of a shorter chunk, the last of its sequence, is in

@@ -37,7 +37,10 @@ def penstock_chunk_dv(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head, block of V). ``weights`` [slots,H,BLOCKS,C,C] float32, ``rest`` [B,T,H,K], dS [slots,H,K,V].
+    """dV = A^T dO + rest dS for each chunk.
+
+    Reads ``weights`` A [slots,H,BLOCKS,C,C] float32, ``rest`` [B,T,H,K], dO [B,T,H,V] by strides and dS [slots,H,K,V]. Writes dv [B,T,H,V].
+    Program (chunk, head, block of V).
 
     BLOCKS: of key channels, over which A is the sum of ``weights``.
     PRECISION: of products, see ``product``; "own": of operands of 16 bits.

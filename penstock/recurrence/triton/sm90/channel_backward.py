@@ -229,7 +229,10 @@ def penstock_channel_bwd_sm90(
     DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
     STORED: gl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
+    """dA = scale dO V^T, dq = sum_L dX_L + scale read o (dO S^T), dk = sum_L dX_L + rest o (V dS^T), dV = A^T dO + (k o rest) dS.
+
+    Reads q, k [B,T,H,K], v, dO [B,T,H,V], S before and dS after each chunk [slots,H,K,NV K], as TMA tiles: [C,K] of tokens [B T,H K], [K,K]
+    of states [slots H K,NV K]; g [B,T,H,K], u [H,K]. Writes dq, dk, dg [B,T,H,K] and dv [B,T,H,V]. Program (chunk, head).
 
     bfloat16 without BLOCKS and NV: dS after a whole chunk is in the rows of its tokens: the first C key channels in dv, the others in dq.
     This launch writes dv and dq after it has read dS (``IN_ROWS`` in ``segments.py``). Their TMA tiles have 64 columns. ``dS_tiles`` has dS

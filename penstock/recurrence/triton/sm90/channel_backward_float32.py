@@ -301,7 +301,10 @@ def penstock_channel_bwd_float32_sm90(
     DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
     STORED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K]. States S and gradients dS: [slots, H, K, NV K], float32.
+    """dA = scale dO V^T, dq = sum_L dX_L + scale read o (dO S^T), dk = sum_L dX_L + rest o (V dS^T), dV = A^T dO + (k o rest) dS.
+
+    Reads q, k [B,T,H,K], v, dO [B,T,H,V] as TMA tiles [C,K] of tokens [B T,H K], and states S and gradients dS [slots,H,K,NV K], float32.
+    Writes dq, dk, dg [B,T,H,K] and dv [B,T,H,V]. Program (chunk, head).
 
     The other arguments are those of ``penstock_channel_bwd_sm90``. K is 64.
     """

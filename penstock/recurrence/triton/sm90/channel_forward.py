@@ -64,7 +64,11 @@ def penstock_channel_fwd_sm90(
     REGISTERS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
     BLOCKS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
+    """S_t = exp(g_t) o S_{t-1} + k_t^T v_t, o_t = scale q_t S_t; PREVIOUS: o_t = scale q_t (S_{t-1} + u o k_t^T v_t).
+
+    Reads q, k [B,T,H,K] and v [B,T,H,V] as TMA tiles, g [B,T,H,K], u [H,K] and the initial state [N,H,K,V] by strides. Writes output
+    [B,T,H,V] and final_state [N,H,K,V]. Program (sequence or segment, head, block of V): chunk by chunk. ``prepare`` has WARPS warps, with
+    REGISTERS registers per thread.
 
     PARTS: of float32 operands, see ``parts``; else 0.
 

@@ -136,8 +136,10 @@ def penstock_channel_walk_sm90(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SEGMENTS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, ADJOINT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence or segment, head, block of V). TMA tiles: [C, K] of tokens [B T, H K], [C, C] of ``weights`` [slots H C, C],
-    [C, BV] of tokens [B T, H V], and [K / 2, BV] of states [slots H K, V].
+    """O = A V + read S, S <- total o S + rest^T V; ADJOINT: dV = A^T dO + rest dS, dS <- total o dS + read^T dO.
+
+    TMA tiles: [C,K] of tokens [B T,H K], [C,C] of ``weights`` [slots H C,C], [C,BV] of tokens [B T,H V], and [K / 2,BV] of states [slots H
+    K,V]. Program (sequence or segment, head, block of V): chunk by chunk.
 
     EVERY: the state before every EVERY tokens (ADJOINT: its gradient after them) is stored in ``state_tiles``; 0: none is. float16: there
     it is [slots H K, V], float32.

@@ -82,8 +82,11 @@ def penstock_channel_weights_sm90(
     g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr, PREVIOUS: gl.constexpr,
     PACKED: gl.constexpr, ROW_POWERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head). TMA tiles [C, BK] of tokens [B T, H K]. ``weights`` [slots,H,C,C], ``read`` and ``rest`` [B,T,H,K],
-    ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H,C] float32: of each row if ROW_POWERS, else one for all.
+    """A = scale (sum_L X_L X_L^T + diagonal), read = scale q o w_1 ... w_t, rest = k o w_{s+1} ... w_64, total = w_1 ... w_64.
+
+    Reads q, k [B,T,H,K] as TMA tiles [C,BK] of tokens [B T,H K], g [B,T,H,K], u [H,K]. Writes ``weights`` A [slots,H,C,C], ``read`` and
+    ``rest`` [B,T,H,K], ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H,C] float32: of each row if ROW_POWERS, else one for all.
+    Program (chunk, head).
     """
     gl.static_assert(K == LARGE)
     gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)

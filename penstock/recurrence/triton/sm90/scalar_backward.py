@@ -231,7 +231,10 @@ def penstock_scalar_bwd_sm90(
     scale, N, T, H, q_h, k_h, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
     DECAYS: gl.constexpr, STATIC: gl.constexpr, DG: gl.constexpr, LAST: gl.constexpr, FIRST: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head). TMA tiles: [C, K] of q, k and their gradients, [C, C] of v and dO, [K, C] of states [slots H K, C].
+    """dS <- 2^(G_L) dS + scale Q^T (2^G o dO), dv = A'^T dO + 2^R o K dS, dk = dA'^T Q + 2^R o V dS^T, dq = dA' K + scale 2^G o dO S^T.
+
+    Reads q, k [B,T,H,K], v, dO [B,T,H,C] and S before each chunk [slots,H,K,C], as TMA tiles: [C,K] of q, k and their gradients, [C,C] of v
+    and dO, [K,C] of states; g [B,T,H]. Writes dq, dk, dv and dg [B,T,H]. Program (sequence, head): from the last chunk to the first.
 
     ``q_h`` and ``k_h`` are K, or 0 if all heads share q or k. dq, dk, dv and dg are contiguous; a constant decay's dg is [slots, H].
     LAST: ``last`` [N,H,K,C] is the gradient of the final state. FIRST: that of the initial state is stored in ``first``, contiguous.

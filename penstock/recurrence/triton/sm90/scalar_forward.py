@@ -60,7 +60,10 @@ def penstock_scalar_fwd_sm90(
     scale, N, T, H, q_h, k_h, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, DECAYS: gl.constexpr, INITIAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head). TMA tiles: [C, K] and [C, C] of tokens [B T, H K] and [B T, H C], [K, C] of states [slots H K, C].
+    """S_t = exp(g_t) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t with one decay per head.
+
+    Reads q, k [B,T,H,K], v [B,T,H,C] as TMA tiles [C,K] and [C,C] of tokens, g [B,T,H]. Writes output [B,T,H,C] and states [N,H,K,C],
+    before chunks as tiles [K,C]. Program (sequence, head): chunk by chunk.
 
     ``q_h`` and ``k_h`` are K, or 0 if all heads share q or k. ``first`` is the initial state, ``last`` [N,H,K,C] the final state.
     KEEP: states before chunks are stored.

@@ -173,10 +173,12 @@ def penstock_segment_sums_sm90(
     K: gl.constexpr, V: gl.constexpr, CHUNKS: gl.constexpr, ADJOINT: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr,
     TILED: gl.constexpr, STATIC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Program (segment of L tokens, head, block of V). TMA tiles [C,K] and [C,BV] of tokens [B T,H K] and [B T,H V].
+    """sum_n = sum_t (x_t o exp(decays after t))^T y_t and decay_n = sum_t g_t over the tokens t of segment n.
 
-    ``sums`` [slots,H,K,V] and ``decays`` [slots,H,K], log2, of segments; if CHUNKS, of all chunks. ADJOINT: x is q, y is dO. TILED: TMA
-    copies decays too; STATIC: they are constant. The next launch may begin early.
+    Reads x, g [B,T,H,K] and y [B,T,H,V] as TMA tiles [C,K] and [C,BV] of tokens. Writes ``sums`` [slots,H,K,V] and ``decays`` [slots,H,K],
+    log2, of segments; if CHUNKS, of all chunks. Program (segment of L tokens, head, block of V).
+
+    ADJOINT: x is q, y is dO. TILED: TMA copies decays too; STATIC: they are constant. The next launch may begin early.
     """
     gl.static_assert(K == SMALL or K == MEDIUM)
     gl.static_assert(x_tiles.dtype == gl.bfloat16 or x_tiles.dtype == gl.float16)
@@ -242,7 +244,11 @@ def penstock_chunk_states_sm90(
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, ADJOINT: gl.constexpr,
     PREVIOUS: gl.constexpr, PACKED: gl.constexpr, IN_ROWS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence or segment, head, block of C value channels). Tiles as above; what it stores as ``penstock_chunk_states``."""
+    """S <- 2^G o S + sum_t (x_t o 2^(R_t))^T y_t over the tokens t of a chunk, G all decays of the chunk and R_t those after t.
+
+    Reads and writes the tensors of ``penstock_chunk_states``, x, g [B,T,H,K] and y [B,T,H,V] as tiles [C,K] and [C,C] of tokens. Program
+    (sequence or segment, head, block of C value channels): chunk by chunk.
+    """
     gl.static_assert(K == SMALL or K == MEDIUM)
     gl.static_assert(x_tiles.dtype == gl.bfloat16 or x_tiles.dtype == gl.float16)
     WARPS: gl.constexpr = gl.num_warps()

@@ -22,7 +22,11 @@ def penstock_attention_delta(
     output, d_output, lse, d_lse, delta, rows, T, o_b, o_t, o_h, o_d, l_b, l_t, l_h,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dO o O) - d lse of BM of the rows [B T H], 0 for queries without keys. The strides are those of the gradients."""
+    """delta = rowsum(dO o O) - d lse, 0 for queries without keys.
+
+    Reads output, d_output [B,T,H,D], lse, d_lse [B,T,H]; strides are those of the gradients. Writes delta [B,T,H]. A program has BM of the
+    rows [B T H].
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live = row < rows
     d = tl.arange(0, BD)
@@ -78,7 +82,11 @@ def penstock_attention_bwd_dkdv(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head of keys, span of BN keys), for all heads of queries of this head. ``dk`` and ``dv`` [B,Tk,G,D] are contiguous."""
+    """dv = p^T dO, dk = scale ds^T q, ds = p o (dO v^T - delta), p = exp(scale q k^T - lse).
+
+    Reads q, dO [B,Tq,H,D], k, v [B,Tk,G,D] by strides, lse [B,Tq,H] and delta. Writes dk, dv [B,Tk,G,D]. Program (head of keys, span of BN
+    keys), for all heads of queries of this head.
+    """
     slots = tl.num_programs(0) // G
     pid = tl.program_id(0)
     head = (pid // slots).to(tl.int64)
@@ -146,7 +154,11 @@ def penstock_attention_bwd_dq(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of BM queries); programs with the longest loops start first. ``dq`` [B,Tq,H,D] is contiguous."""
+    """dq = scale ds k, ds = p o (dO v^T - delta), p = exp(scale q k^T - lse).
+
+    Reads q, dO [B,Tq,H,D], k, v [B,Tk,G,D] by strides, lse [B,Tq,H] and delta. Writes dq [B,Tq,H,D]. Program (head, span of BM queries);
+    programs with the longest loops start first.
+    """
     slots = tl.num_programs(0) // H
     pid = tl.program_id(0)
     h = (pid // slots).to(tl.int64)

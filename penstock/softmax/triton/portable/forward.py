@@ -53,7 +53,11 @@ def penstock_attention_fwd(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of BM queries); the longest loops start first. ``output`` [B,Tq,H,D] and ``lse`` [B,Tq,H] are contiguous."""
+    """o = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))).
+
+    Reads q [B,Tq,H,D], k, v [B,Tk,G,D] by strides. Writes output [B,Tq,H,D] and lse [B,Tq,H]. Program (head, span of BM queries): block by
+    block of BN keys; the longest loops start first.
+    """
     slots = tl.num_programs(0) // H
     pid = tl.program_id(0)
     h = (pid // slots).to(tl.int64)

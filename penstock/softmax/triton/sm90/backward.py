@@ -121,7 +121,11 @@ def penstock_attention_bwd_dq_sm90(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, D_LSE: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of queries); the longest loops start first. ``rows`` [2,H,pitch]: exponents and deltas, for ``by_keys``."""
+    """dq = scale ds k, ds = p o (dO v^T - delta), delta = rowsum(dO o O) - d lse, p = exp(scale q k^T - lse).
+
+    Reads q, dO [B,Tq,H,D], k, v [B,Tk,G,D] as TMA tiles, output [B,Tq,H,D], lse [B,Tq,H]. Writes dq [B,Tq,H,D], and exponents and deltas to
+    ``rows`` [2,H,pitch], for ``by_keys``. Program (head, span of queries); the longest loops start first.
+    """
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)
@@ -270,7 +274,11 @@ def penstock_attention_bwd_dkdv_sm90(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head of keys, span of keys), for all heads of queries of this head; the longest loops start first."""
+    """dv = p^T dO, dk = scale ds^T q, ds = p o (dO v^T - delta), p = exp(scale q k^T - lse).
+
+    Reads q, dO [B,Tq,H,D], k, v [B,Tk,G,D] as TMA tiles, and ``rows`` [2,H,pitch]. Writes dk, dv [B,Tk,G,D]. Program (head of keys, span of
+    keys), for all heads of queries of this head; the longest loops start first.
+    """
     BN: gl.constexpr = ROWS * GROUPS
     EACH: gl.constexpr = H // G
     slot, head = place_in_grid(N, Tk, together, G, BN, PACKED, False)

@@ -127,7 +127,11 @@ def penstock_attention_fwd_sm90(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of queries); the longest loops start first. Tiles are parts of q, k, v and the output as matrices [B T, H D]."""
+    """o = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))).
+
+    Reads q [B,Tq,H,D], k, v [B,Tk,G,D] as TMA tiles of matrices [B T,H D]. Writes output [B,Tq,H,D] and lse [B,Tq,H]. Program (head, span
+    of queries); the longest loops start first.
+    """
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources at run time with NVRTC, and caches the machine code on disk. It needs neither nvcc nor a GPU.
+"""Kernels in CUDA C++: compiled at run time with NVRTC, cached on disk, and launched. Compiling needs neither nvcc nor a GPU.
 
 NVRTC comes with torch's CUDA wheels and is called through ``cuda-core``. The name of a cached file is a hash of everything that its content
 depends on (source, options, architecture, version of NVRTC), so a cached file is never out of date. The files are in
@@ -8,23 +8,21 @@ depends on (source, options, architecture, version of NVRTC), so a cached file i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import io
 import os
 import tempfile
-from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ...errors import PenstockError
-from ...files import usual_mode
-
-HERE = Path(__file__).parent
-TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
-INDICES = {torch.int32: "int", torch.int64: "long long"}
+from ..call import private
+from ..errors import PenstockError
+from ..files import usual_mode
 
 
 class Kernel(Protocol):
@@ -50,53 +48,16 @@ class Kernel(Protocol):
         """Hash and equality: equal kernels are loaded once."""
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A kernel and its compile-time parameters. The dtype of a missing tensor has no effect."""
-
-    direction: Literal["forward", "backward"]
-    head: int
-    """K = V."""
-    tokens: torch.dtype
-    """The dtype of q, k, v, output and their gradients."""
-    gate: torch.dtype
-    bonus: torch.dtype = torch.float32
-    initial_state: torch.dtype = torch.float32
-    final_state: torch.dtype = torch.float32
-    """The dtype of states: float32, or the dtype of the pool that a decode step updates."""
-    indices: torch.dtype = torch.int64
-    """The dtype of cu_seqlens or slots."""
-    static: bool = False
-    """Whether all tokens have the same decay."""
-
-    @property
-    def kernel(self) -> str:
-        """The function's name, as a profile shows it."""
-        return {"forward": "penstock_wkv_fwd", "backward": "penstock_wkv_bwd"}[self.direction]
-
-    @property
-    def source(self) -> str:
-        """The source as one text, so that NVRTC need not find headers."""
-        return "\n".join((HERE / name).read_text("utf-8") for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
-
-    @property
-    def macros(self) -> dict[str, str]:
-        """Macros that the source expects."""
-        return {
-            "HEAD": str(self.head),
-            "X": TYPES[self.tokens],
-            "G": TYPES[self.gate],
-            "U": TYPES[self.bonus],
-            "S0": TYPES[self.initial_state],
-            "F": TYPES[self.final_state],
-            "I": INDICES[self.indices],
-            "STATIC": str(self.static).lower(),
-        }
-
-    @property
-    def threads(self) -> int:
-        """Threads per block; tokens.cuh describes what each thread computes."""
-        return 2 * self.head
+@cache
+def available() -> str | None:
+    """Why CUDA kernels cannot be compiled or run on this machine, or None."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "torch sees no NVIDIA GPU here"
+    try:
+        missing = find_spec("cuda.core") is None or find_spec("cuda.bindings") is None
+    except ModuleNotFoundError:
+        missing = True
+    return "cuda-core is not installed: pip install 'penstock[cuda]'" if missing else None
 
 
 def machine_code(kernel: Kernel, arch: str) -> bytes:
@@ -164,3 +125,55 @@ def _write(path: Path, code: bytes) -> None:
             new.write(hashlib.sha256(code).digest() + code)
         usual_mode(Path(new.name))
         os.replace(new.name, path)
+
+
+def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
+    """Launch a number of thread blocks. The tests replace this function by an emulation on the CPU."""
+    if device.index != private.current_device():
+        with torch.cuda.device(device):
+            return run(kernel, blocks, device, *arguments)
+    driver = _driver()
+    _ensure_context(device.index)
+    function, stream = _function(kernel, device.index), private.raw_stream(device.index)
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
+    _check(status, "launch")
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _ensure_context(device: int) -> None:
+    """Set torch's context in a thread that has none: a new thread has no current CUDA context."""
+    driver = _driver()
+    status, context = driver.cuCtxGetCurrent()
+    _check(status, "have a context for")
+    if not int(context):
+        status, handle = driver.cuDeviceGet(device)
+        _check(status, "find the device for")
+        status, context = driver.cuDevicePrimaryCtxRetain(handle)
+        _check(status, "have a context for")
+        (status,) = driver.cuCtxSetCurrent(context)
+        _check(status, "have a context for")
+
+
+@cache
+def _function(kernel: Kernel, device: int) -> object:
+    """The kernel, compiled or found on disk, and loaded into torch's context of a device, which must be the current one."""
+    driver = _driver()
+    major, minor = torch.cuda.get_device_capability(device)
+    code = machine_code(kernel, f"sm_{major}{minor}")
+    status, module = driver.cuModuleLoadData(code)
+    _check(status, "load")
+    status, function = driver.cuModuleGetFunction(module, kernel.kernel.encode())
+    _check(status, "find")
+    return function
+
+
+def _check(status: object, what: str) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise PenstockError(f"cuda: the driver must {what} the kernel, got {status}. Use impl='auto', and please report it.")
