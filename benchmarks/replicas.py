@@ -20,6 +20,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 
 from penstock.models import CausalLM, rwkv6, save
@@ -50,7 +51,7 @@ def serving(*words):
         else:
             raise SystemExit("".join(lines))
         rest = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)  # the log, which must not fill its pipe
-        yield found[1]
+        yield found[1], server.pid
         server.send_signal(signal.SIGTERM)
         server.wait(120)
         rest.wait()
@@ -59,16 +60,26 @@ def serving(*words):
         server.wait()
 
 
-def measured(url, given, folder):
-    """What ``penstock bench-serve`` measures, for each number of clients."""
+def used(pid):
+    """Seconds of CPU: of the process that listens, and of all below it."""
+    own = psutil.Process(pid)
+    below = [one.cpu_times() for one in own.children(recursive=True)]
+    return sum(own.cpu_times()[:2]), sum(one.user + one.system for one in below)
+
+
+def measured(served, given, folder):
+    """What ``penstock bench-serve`` measures, for each number of clients; and milliseconds of CPU for a token."""
+    url, pid = served
     found = []
     for clients in given.clients:
         numbers = folder / "numbers.json"
         words = ["--clients", str(clients), "--requests", str(given.requests * clients), "--prompt", given.prompt, "--output", given.output]
         command = [sys.executable, "-m", "penstock", "bench-serve", "--url", url, "--api-key", "secret", *words, "--json", str(numbers)]
+        before = used(pid)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (run,) = json.loads(numbers.read_text())["runs"]
-        found.append({"clients": clients, **run})
+        own, below = (1e3 * (after - one) / run["output_tokens"] for one, after in zip(before, used(pid)))
+        found.append({"clients": clients, "listening_cpu_ms": own, "other_cpu_ms": below, **run})
     return found
 
 
@@ -94,15 +105,17 @@ def main():
         words = ["--model", str(model), "--name", "model", "--device", given.device, "--slots", "64", "--threads", str(given.threads)]
         for count in [None, *(given.replicas or [1, 2])]:
             case = "one process" if count is None else f"{count} replica{'s' if count > 1 else ''}"
-            with serving(*words, *([] if count is None else ["--replicas", str(count)])) as url:
-                measured(url, argparse.Namespace(**{**vars(given), "clients": [1], "requests": 3}), folder)  # first requests take longer
-                results[case] = measured(url, given, folder)
+            with serving(*words, *([] if count is None else ["--replicas", str(count)])) as served:
+                measured(served, argparse.Namespace(**{**vars(given), "clients": [1], "requests": 3}), folder)  # first requests take longer
+                results[case] = measured(served, given, folder)
             for one in results[case]:
                 first, between = one["first"], one["between"]
                 print(
                     f"{case:12} {one['clients']:4} clients {one['requests'] / one['seconds']:8.1f} requests/s "
                     f"{one['output_tokens'] / one['seconds']:9.0f} tokens/s   first token p50 {first['p50'] * 1e3:7.1f} "
-                    f"p99 {first['p99'] * 1e3:7.1f} ms   between p50 {between['p50'] * 1e3:6.2f} p99 {between['p99'] * 1e3:6.2f} ms"
+                    f"p99 {first['p99'] * 1e3:7.1f} ms   between p50 {between['p50'] * 1e3:6.2f} p99 {between['p99'] * 1e3:6.2f} ms   "
+                    f"CPU of a token {one['listening_cpu_ms']:.3f} + {one['other_cpu_ms']:.3f} ms",
+                    flush=True,
                 )
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
