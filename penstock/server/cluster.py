@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import logging.config
 import os
+import resource
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Served(Replica):
         otlp_endpoint: str | None,
     ) -> None:  # fmt: skip
         ray, serve = _ray()
+        _open_many_files()
         logging.config.dictConfig(log_config(log_format))
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(make, name, address or ray.util.get_node_ip_address(), secret, drain_seconds, otlp_endpoint)
@@ -128,6 +130,7 @@ def make_server(
     make : function
         Makes the service of a replica, in its process.
     """
+    _open_many_files()
     replicas = Replicas(make, plan, slots, drain_seconds, log_format, otlp_endpoint)
     door = Door(lambda: replicas.call("about"), lambda: replicas.call("metrics"), replicas.secret, Limits(), max_queue, keys)
     app = create_door(door, name, origins, known_hosts(host, hosts, keyed=keys is not None))
@@ -157,6 +160,12 @@ def _policy(slots: int) -> Callable[[Any], tuple[int, dict[str, Any]]]:
         return -int(-sum(counts.values()) // slots), {}
 
     return replicas
+
+
+def _open_many_files() -> None:
+    """Each request needs two connections at the door, and one at its replica."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _ray() -> tuple[Any, Any]:

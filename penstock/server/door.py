@@ -7,6 +7,7 @@ replicas together have the limits of one process, because only the door counts.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 from collections import Counter
@@ -39,6 +40,7 @@ from .service import REFUSED_SECONDS
 LOG = logging.getLogger("penstock.server")
 LOOK_SECONDS = 0.5
 """Between two looks at which replicas there are."""
+CONNECT_SECONDS = 3
 COUNT_SECONDS = 2
 """A replica has this long to end a request whose client is gone, and to tell what it used."""
 STATES, RESPONSES = "/v1/states", "/v1/responses"
@@ -95,7 +97,7 @@ class Door:
             await (self._health() if path == "/health" else await self._counts())(scope, receive, send)
             return
         request = Request(scope, receive)
-        if self._check is not None and GUARDED.match(path) and scope["method"] != "OPTIONS":
+        if self._check is not None and GUARDED.match(path):
             await self._check(request)
         if self._closing:
             raise shutting_down()
@@ -112,15 +114,17 @@ class Door:
         """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused."""
         for one in ranked(list(self._replicas.values()), talk):
             try:
-                link = await Link.connect(one.address, self._secret)
-            except OSError:  # it has ended; whether there is another in its place is seen soon
-                self._replicas.pop(one.name, None)
+                link = await asyncio.wait_for(Link.connect(one.address, self._secret), CONNECT_SECONDS)
+            except (OSError, asyncio.TimeoutError) as error:
+                if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                    raise retryable("too_many_connections", "requests must be as many as open files allow, got more") from error
+                self.lose(one)
                 continue
             return one, link
         raise retryable("no_replica", "a replica must be running, got none")
 
     def lose(self, replica: Known) -> None:
-        """A link to a replica was cut: pass on no more requests until it is seen again."""
+        """A link to a replica was cut, or cannot be made: pass on no more requests until it is seen again."""
         self._replicas.pop(replica.name, None)
 
     def enter(self, client: str, completions: int, function: str) -> None:
@@ -160,8 +164,8 @@ class Door:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 await self.refresh()
-            except Exception:
-                LOG.exception("the replicas could not be asked")
+            except Exception as error:  # those before are used on
+                LOG.error("the replicas could not be asked: %r", error)
 
     async def refresh(self) -> None:
         """See which replicas there are."""

@@ -140,8 +140,10 @@ class Replica:
             raise RuntimeError("the application of this replica did not start; its log has the error")
 
     def about(self) -> dict[str, Any]:
-        """Where links reach it, and what it can run. Raises as ``check_health``."""
+        """Where links reach it, and what it can run. Raises if it cannot take requests."""
         self.check_health()
+        if self._stopping.is_set():
+            raise RuntimeError("this replica takes no more requests")
         return {"name": self._name, "address": self._address, "slots": self._service.engine.stats.slots}
 
     def metrics(self) -> tuple[str, str]:
