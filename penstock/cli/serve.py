@@ -118,7 +118,10 @@ def serve(
         typer.Option(metavar="N or LEAST-MOST", help="Processes by Ray Serve, each with a GPU or --threads. LEAST-MOST: as requests come."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster for --replicas, or auto. Default: Ray is started on this machine.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Ray cluster of --replicas: HOST:PORT, or auto for that of this machine. Default: started here."
+        ),
     ] = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
@@ -254,6 +257,9 @@ def _check_replicas(
         complaints.add(RangeError, "replicas", rule, repr(replicas))
     if device.startswith("cuda:"):
         complaints.add(RangeError, "device", "cpu or cuda with replicas", repr(device), "Ray gives each replica a GPU.")
+    if address is not None and address.startswith("ray://"):
+        remedy = "Ray's client cannot reach the replicas: start the server on a machine of the cluster."
+        complaints.add(RangeError, "address", "auto, or HOST:PORT of the cluster", repr(address), remedy)
     if address is not None and states_folder is None:
         complaints.add(
             RangeError, "states_folder", "a folder that all machines share with address", "none", "Give it with --states-folder."

@@ -59,6 +59,18 @@ class Served(Replica):
         self.close()
 
 
+class SlotsForAll:
+    """As many replicas as have slots for all open requests: a policy of Ray's autoscaling, which runs in its controller."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """The number of replicas, and no state."""
+        counts = (context.aggregated_metrics or {}).get("open", {})
+        return -int(-sum(counts.values()) // self._slots), {}
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where replicas run, and how many.
@@ -148,18 +160,9 @@ def _settings(plan: Plan, slots: int, drain_seconds: float) -> dict[str, Any]:
     }
     if plan.least == plan.most:
         return {**found, "num_replicas": plan.least}
-    policy = AutoscalingPolicy(policy_function=_policy(slots))
+    name = f"{__name__}:{SlotsForAll.__name__}"
+    policy = AutoscalingPolicy(policy_function=name, policy_kwargs={"slots": slots})
     return {**found, "autoscaling_config": AutoscalingConfig(min_replicas=plan.least, max_replicas=plan.most, policy=policy)}
-
-
-def _policy(slots: int) -> Callable[[Any], tuple[int, dict[str, Any]]]:
-    """As many replicas as have slots for all open requests. A function in a function goes to Ray's controller without this package."""
-
-    def replicas(context: Any) -> tuple[int, dict[str, Any]]:
-        counts = (context.aggregated_metrics or {}).get("open", {})
-        return -int(-sum(counts.values()) // slots), {}
-
-    return replicas
 
 
 def _open_many_files() -> None:

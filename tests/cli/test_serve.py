@@ -115,6 +115,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
             ["--replicas", "2", "--device", "cuda:1"],
             "device must be cpu or cuda with replicas, got 'cuda:1'. Ray gives each replica a GPU.",
         ),
+        (["--replicas", "2", "--address", "ray://a:1"], "address must be auto, or HOST:PORT of the cluster, got 'ray://a:1'. Ray's client"),
         (["--address", "auto"], "address must be absent without replicas, got 'auto'."),
         (["--replicas", "2", "--address", "auto"], "states_folder must be a folder that all machines share with address, got none."),
     ):
