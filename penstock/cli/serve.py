@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Annotated
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -21,7 +24,13 @@ from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, use_cores
 from .tunings import alphas, read, split
 
+if TYPE_CHECKING:
+    from ..server.limits import Limits
+    from ..server.service import Service
+
 MEBIBYTE = 2**20
+MOST_REPLICAS = 1000
+REPLICAS = re.compile(r"([1-9][0-9]{0,2})(?:-([1-9][0-9]{0,2}))?", re.ASCII)
 
 
 def serve(
@@ -104,6 +113,16 @@ def serve(
         typer.Option(metavar="URL", help="Send OpenTelemetry traces there. Default: as its variables of the environment say."),
     ] = None,
     drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 25,
+    replicas: Annotated[
+        str | None,
+        typer.Option(metavar="N or LEAST-MOST", help="Processes by Ray Serve, each with a GPU or --threads. LEAST-MOST: as requests come."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Ray cluster of --replicas: HOST:PORT, or auto for that of this machine. Default: started here."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
 
@@ -114,10 +133,14 @@ def serve(
       penstock serve --model RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth
 
       penstock serve --model runs/small --host 0.0.0.0 --port 80 --slots 128
+
+      penstock serve --model runs/small --replicas 2
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     complaints = Complaints("serve")
-    check_device(complaints, device)
+    count = _check_replicas(complaints, replicas, address, device, states_folder)
+    if address is None:
+        check_device(complaints, device)
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
     check_names(complaints, "log_format", [log_format], ("text", "json"))
@@ -138,14 +161,10 @@ def serve(
         from ..server.hosts import HOSTS
         from ..server.keys import Keys
         from ..server.limits import Limits
-        from ..server.memory import keep_flat
         from ..server.origins import ORIGINS
         from ..server.requestlog import LogFormat
         from ..server.run import make_server
-        from ..server.service import Service
-        from ..server.templates import find_template
         from ..server.tracing import Tracing
-        from ..server.workers import take_short_turns
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     for option, value, names in ("tool_parser", tool_parser, CALLS), ("reasoning_parser", reasoning_parser, REASONING):
@@ -154,31 +173,98 @@ def serve(
     complaints.raise_any()
     ORIGINS.check("serve", allow_origin or ())
     HOSTS.check("serve", allow_host or ())
-    keys = None if api_key_file is None else Keys.read(api_key_file)
-    tracing = Tracing.configured(otlp_endpoint)
+    keys = Keys.read(api_key_file) if api_key_file is not None else None if api_key is None else Keys.single(api_key)
+    form: LogFormat = "json" if log_format == "json" else "text"
+    limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
+    make = partial(
+        make_service, model=model, download=download, name=name, tokenizer=tokenizer, chat_template=chat_template,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser, dtype=dtype, device=device, own_state=own_state, states=states,
+        adapters=adapters, alpha=alpha, limits=limits,
+        settings={
+            "slots": slots, "token_budget": token_budget, "prompt_budget": prompt_budget, "cache_bytes": cache * MEBIBYTE,
+            "host_cache_bytes": host_cache * MEBIBYTE, "max_queue": max_queue, "batch_invariant": batch_invariant,
+        },
+    )  # fmt: skip
+    shared: dict[str, Any] = {
+        "keys": keys, "origins": allow_origin or (), "hosts": allow_host or (), "drain_seconds": drain_seconds, "log_format": form,
+    }  # fmt: skip
+    if count is None:
+        tracing = Tracing.configured(otlp_endpoint)
+        use_cores(context, threads, device)
+        make_server(make(states_folder=states_folder), host, port, tracing=tracing, **shared).run()
+        return
+    from ..server import cluster
+
+    if address is None:
+        checkpoint("serve", "model", model, download)  # an error at once, not from a replica
+    each = threads or max(1, (os.cpu_count() or 1) // count[1])
+    plan = cluster.Plan(*count, gpu=device != "cpu", threads=each, address=address)
+    with ExitStack() as left:
+        folder = states_folder or Path(left.enter_context(TemporaryDirectory(prefix="penstock-states-")))
+        make = partial(make, states_folder=folder.resolve(), threads=each, folder=Path.cwd())
+        server, running = cluster.make_server(
+            make, plan, host, port, name=name or model.name, slots=slots, max_queue=max_queue, otlp_endpoint=otlp_endpoint, **shared
+        )
+        left.callback(running.close)
+        with suppress(SystemExit, KeyboardInterrupt):  # Ray's and Python's own ways to end by a signal, after the server's
+            server.run()
+    os._exit(0)  # threads of Ray need five seconds more, after all is done
+
+
+def make_service(
+    *, model: Path, download: bool, name: str | None, tokenizer: Path | None, chat_template: Path | None, tool_parser: str | None,
+    reasoning_parser: str | None, dtype: str | None, device: str, own_state: str | None, states: dict[str, str],
+    adapters: dict[str, str], alpha: dict[str, float], limits: Limits, settings: dict[str, Any], states_folder: Path | None,
+    threads: int | None = None, folder: Path | None = None,
+) -> Service:  # fmt: skip
+    """The service of one process, ready for requests; or of a replica, which finds files below ``folder`` and has its own ``threads``."""
+    from ..server.memory import keep_flat
+    from ..server.service import Service
+    from ..server.templates import find_template
+    from ..server.workers import take_short_turns
+
     keep_flat()
     take_short_turns()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if folder is not None and folder.is_dir():
+        os.chdir(folder)
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
-    use_cores(context, threads, device)
     template = find_template(model, coder, chat_template, tool_parser, reasoning_parser)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=own_state)
-    engine = Engine(
-        weights.eval(), coder, slots=slots, token_budget=token_budget, prompt_budget=prompt_budget, cache_bytes=cache * MEBIBYTE,
-        host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
-        **read(model, states, adapters, alpha),
-    )  # fmt: skip
+    engine = Engine(weights.eval(), coder, **settings, **read(model, states, adapters, alpha))
     engine.warm_up()
-    limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     service.processes.start()
     gc.collect()
     gc.freeze()  # the model and all packages: a garbage collection over them would stop all answers for a fifth of a second
-    form: LogFormat = "json" if log_format == "json" else "text"
-    make_server(
-        service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds, log_format=form,
-        tracing=tracing, hosts=allow_host or (),
-    ).run()  # fmt: skip
+    return service
+
+
+def _check_replicas(
+    complaints: Complaints, replicas: str | None, address: str | None, device: str, states_folder: Path | None
+) -> tuple[int, int] | None:  # fmt: skip
+    """The least and the most replicas; None for one process without Ray."""
+    if replicas is None:
+        if address is not None:
+            complaints.add(RangeError, "address", "absent without replicas", repr(address), "Give --replicas, too.")
+        return None
+    match = REPLICAS.fullmatch(replicas)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        rule = f"a number from 1, or two such as 1-4, the least and the most, at most {MOST_REPLICAS - 1}"
+        complaints.add(RangeError, "replicas", rule, repr(replicas))
+    if device.startswith("cuda:"):
+        complaints.add(RangeError, "device", "cpu or cuda with replicas", repr(device), "Ray gives each replica a GPU.")
+    if address is not None and address.startswith("ray://"):
+        remedy = "Ray's client cannot reach the replicas: start the server on a machine of the cluster."
+        complaints.add(RangeError, "address", "auto, or HOST:PORT of the cluster", repr(address), remedy)
+    if address is not None and states_folder is None:
+        complaints.add(
+            RangeError, "states_folder", "a folder that all machines share with address", "none", "Give it with --states-folder."
+        )
+    return least, most
 
 
 def _check_address(complaints: Complaints, host: str, port: int) -> None:

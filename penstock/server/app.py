@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -27,6 +27,7 @@ from .limits import check_state_type, read_body
 from .messages import PATH as MESSAGES
 from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
+from .metrics import HttpMetrics
 from .origins import ORIGINS, allow_origins
 from .pagefiles import PAGE, PATHS
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
@@ -81,7 +82,7 @@ def create_app(
             await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    check = None if keys is None else _key_check(keys)
+    check = None if keys is None else key_check(keys)
     _add_errors(app, service, check, hosts)
     guarded = [] if check is None else [Depends(check)]
     _add_openai(app, service, guarded)
@@ -100,7 +101,9 @@ GUARDED = re.compile(r"/(v1|tokenize|detokenize)(/|$)")
 """Paths that need the key, also those that do not exist."""
 
 
-def _key_check(keys: Keys) -> KeyCheck:
+def key_check(keys: Keys) -> KeyCheck:
+    """Lets a request in that has a key and is within its limit, and notes the key as the caller's. Raises Refused."""
+
     async def check(request: Request) -> None:
         given, other = (request.headers.get(name, "") for name in ("authorization", "x-api-key"))
         current().key = keys.check(f"Bearer {other}" if other and not given else given)
@@ -116,20 +119,36 @@ def _add_errors(app: FastAPI, service: Service, check: KeyCheck | None, hosts: f
                 try:
                     await check(request)
                 except Refused as refused:
-                    return _response(request.url.path, refused)
+                    return error_answer(request.url.path, refused)
             message = f"server: the path must exist for this method, got {request.method} {shortened(request.url.path)}."
             error = Refused(error.status_code, message, code="not_found", headers=dict(error.headers or {}))
-        return _response(request.url.path, error)
+        return error_answer(request.url.path, error)
 
     for kind in (Refused, PenstockError, HTTPException):
         app.add_exception_handler(kind, answer)
     app.add_middleware(Answers, service=service, hosts=hosts)
 
 
+class Running(Protocol):
+    """What runs requests: the service of one engine, or the door of several replicas."""
+
+    running: set[Any]
+    """Requests."""
+    draining: bool
+    """Whether the server ends: requests that run are finished."""
+
+    @property
+    def metrics(self) -> HttpMetrics:
+        """Counts of answers."""
+
+    def abort(self) -> None:
+        """End all requests with an error, and take no new ones."""
+
+
 class Answers:
     """Counts answers and sends them in pieces, and answers requests that raise."""
 
-    def __init__(self, app: ASGIApp, service: Service, hosts: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, service: Running, hosts: frozenset[str] | None) -> None:
         self._app, self._service, self._metrics, self._hosts = app, service, service.metrics, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,10 +180,10 @@ class Answers:
         except Exception as error:
             if begun:
                 raise
-            await _response(scope["path"], error)(scope, receive, counted)
+            await error_answer(scope["path"], error)(scope, receive, counted)
 
 
-def _response(path: str, error: Exception) -> Response:
+def error_answer(path: str, error: Exception) -> Response:
     """The answer to a request that fails, in the form of its API."""
     refused = current().failed(refusal(error))
     return error_response(refused) if path == MESSAGES or path.startswith(f"{MESSAGES}/") else refused.response()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..engine.request import Request
 from .errors import Refused
@@ -52,6 +52,8 @@ class Caller:
     """What is wrong with its head."""
     generation: Work | None = None
     """What runs in the engine for it."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """Fields of its line in the log, if it runs in the engine of a replica."""
     status: int | None = None
     """Of the answer; 499 if the client disconnected."""
     error: str | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..engine import Engine
@@ -47,22 +48,13 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"penstock_{name}", text, value)
 
 
-class Metrics:
-    """All metrics of a server, in a registry of its own."""
+class HttpMetrics:
+    """Counts of answers, in a registry of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, prefix: str = "penstock") -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine))
-        self._answers = Counter("penstock_http_answers", "Answers by path and status", ["path", "status"], registry=self._registry)
-        self._disconnects = Counter("penstock_http_disconnects", "Requests whose client disconnected", registry=self._registry)
-        self._first = Histogram(
-            "penstock_time_to_first_token_seconds", "From a request to the first token of each completion",
-            buckets=FIRST, registry=self._registry,
-        )  # fmt: skip
-        self._between = Histogram(
-            "penstock_inter_token_seconds", "Between two tokens of a completion", buckets=BETWEEN, registry=self._registry
-        )
-        self._whole = Histogram("penstock_request_seconds", "From a request to its last token", buckets=WHOLE, registry=self._registry)
+        self._answers = Counter(f"{prefix}_http_answers", "Answers by path and status", ["path", "status"], registry=self._registry)
+        self._disconnects = Counter(f"{prefix}_http_disconnects", "Requests whose client disconnected", registry=self._registry)
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer. ``path`` is that of a route, so clients cannot make new ones."""
@@ -71,6 +63,26 @@ class Metrics:
     def disconnected(self) -> None:
         """Count a client that disconnected."""
         self._disconnects.inc()
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Metrics(HttpMetrics):
+    """All metrics of a server."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._registry.register(EngineCollector(engine))
+        self._first = Histogram(
+            "penstock_time_to_first_token_seconds", "From a request to the first token of each completion",
+            buckets=FIRST, registry=self._registry,
+        )  # fmt: skip
+        self._between = Histogram(
+            "penstock_inter_token_seconds", "Between two tokens of a completion", buckets=BETWEEN, registry=self._registry
+        )
+        self._whole = Histogram("penstock_request_seconds", "From a request to its last token", buckets=WHOLE, registry=self._registry)
 
     def tokens(self, count: int, since_begin: float, since_last: float | None) -> None:
         """Tokens of a completion that came together; ``since_last`` is None for the first ones."""
@@ -84,6 +96,34 @@ class Metrics:
         """A request that ended with a result."""
         self._whole.observe(seconds)
 
-    def text(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self._registry)
+
+class DoorMetrics(HttpMetrics):
+    """Those of the door, whose replicas count the same requests."""
+
+    def __init__(self) -> None:
+        super().__init__("penstock_door")
+        self.replicas = Gauge("penstock_replicas", "Replicas that answer", registry=self._registry)
+
+
+class Replicas(Collector):
+    """The metrics of several servers, each with the label ``replica``."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        """Metrics of all."""
+        found: dict[str, Metric] = {}
+        for replica, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                metric = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+        return found.values()
+
+
+def of_replicas(texts: Mapping[str, str]) -> bytes:
+    """Prometheus' text format of several servers, from those of each by name."""
+    registry = CollectorRegistry()
+    registry.register(Replicas(texts))
+    return generate_latest(registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -22,11 +23,14 @@ EXPOSED = ("X-Request-Id", "Retry-After", *RATES)
 
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Answer preflight requests of these origins, and let their pages read answers, errors too. Add it after what answers requests.
+    """Answer preflight requests of these origins, and let their pages read answers, errors too. Add it after what answers requests."""
+    app.add_middleware(CORSMiddleware, **rules(origins))
+
+
+def rules(origins: Sequence[str]) -> dict[str, Any]:
+    """Arguments of Starlette's ``CORSMiddleware``.
 
     Credentials are not allowed: a page needs the server's key itself, since the server has no cookies.
     """
-    app.add_middleware(
-        CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"], allow_headers=["*"],
-        expose_headers=list(EXPOSED),
-    )  # fmt: skip
+    methods = ["GET", "HEAD", "POST", "DELETE"]
+    return {"allow_origins": list(origins), "allow_methods": methods, "allow_headers": ["*"], "expose_headers": list(EXPOSED)}

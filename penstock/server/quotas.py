@@ -75,6 +75,10 @@ class Quota:
             raise Refused(400, f"{function}: {rule}, got {count}. Ask for fewer tokens.", param="max_tokens", code="tokens_exceeded")
         self._take(self._tokens, count)
 
+    async def reserve(self, tokens: int, completions: int, function: str) -> None:
+        """Reserve the tokens of a request before it is queued. Raises Refused. Replicas ask the door (``replica.py``)."""
+        self.take_tokens(tokens, function)
+
     def give_back(self, count: int) -> None:
         """Tokens that were reserved and not used."""
         if self._tokens is not None:

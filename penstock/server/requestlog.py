@@ -15,12 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .caller import Caller, current, enter
 from .errors import Refused
+from .keys import Key
 from .pagefiles import PATHS
 from .tracing import Tracing
 
 LOG = logging.getLogger("penstock.server.requests")
 LogFormat = Literal["text", "json"]
 HEADER = "x-request-id"
+KEY = "penstock.key"
+"""In the scope of a request that the door has let in: its key."""
 ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 QUIET = {"/health", "/metrics", *PATHS}
 """Their lines have level DEBUG: balancers ask every second."""
@@ -40,7 +43,8 @@ class RequestLog:
         headers = Headers(scope=scope)
         given = headers.get(HEADER)
         valid = given is None or ID.fullmatch(given) is not None
-        caller = Caller(given if given is not None and valid else made_id(), (scope["client"] or ("",))[0])
+        name = given if given is not None and valid else made_id()
+        caller = Caller(name, (scope["client"] or ("",))[0], scope.get(KEY) or Key())
         if not valid:
             rule = f"{HEADER} must be 1 to 128 letters, digits, points, - and _"
             caller.refused = Refused(400, f"server: {rule}, got another one. Leave it out to get one.", code="invalid_request_id")
@@ -75,16 +79,22 @@ def log(method: str, endpoint: str, caller: Caller) -> None:
         "request_id": caller.id, "key": caller.key.name or None, "method": method, "endpoint": endpoint, "status": status,
         "seconds": round(caller.seconds, 6), "error": caller.error,
     }  # fmt: skip
-    done = caller.generation
-    if done is not None:
-        usage, first = done.usage(), done.first
-        fields |= {
-            "model": caller.model, "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "completion_tokens": usage.completion_tokens, "first_token_seconds": None if first is None else round(first - caller.began, 6),
-            "finish_reasons": [one.finish_reason for request in done.requests for one in request.result.completions],
-        }  # fmt: skip
+    fields |= caller.counts if caller.generation is None else counts(caller)
     level = logging.DEBUG if endpoint in QUIET and status < 500 else logging.ERROR if status >= 500 else logging.INFO
     LOG.log(level, "request", extra={"fields": fields})
+
+
+def counts(caller: Caller) -> dict[str, Any]:
+    """What a line has of the tokens of a request."""
+    done = caller.generation
+    if done is None:
+        return {}
+    usage, first = done.usage(), done.first
+    return {
+        "model": caller.model, "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+        "completion_tokens": usage.completion_tokens, "first_token_seconds": None if first is None else round(first - caller.began, 6),
+        "finish_reasons": [one.finish_reason for request in done.requests for one in request.result.completions],
+    }  # fmt: skip
 
 
 class _Identified(logging.Filter):

@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from .app import create_app
+from .app import Running, create_app
 from .connection import ACCEPTED, Connection
 from .hosts import HOSTS, known_hosts
 from .keys import Keys
@@ -38,7 +39,7 @@ class Server(uvicorn.Server):
         After it, the requests that still run end with an error.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, keys: Keys | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, service: Running, drain_seconds: float, keys: Keys | None = None) -> None:
         super().__init__(config)
         self._reread = None if keys is None else keys.reread
         self._service, self._drain_seconds = service, drain_seconds
@@ -119,9 +120,18 @@ def make_server(
     """
     HOSTS.check("make_server", hosts)
     known = known_hosts(host, hosts, keyed=api_key is not None or keys is not None)
+    app = create_app(service, api_key, keys, origins, tracing, known)
+    return serving(app, service, host, port, keys=keys, drain_seconds=drain_seconds, log_level=log_level, log_format=log_format)
+
+
+def serving(
+    app: ASGIApp, service: Running, host: str, port: int, *, keys: Keys | None, drain_seconds: float, log_level: str = "info",
+    log_format: LogFormat | None = None,
+) -> Server:  # fmt: skip
+    """A server of an application whose requests run in ``service``."""
     more: dict[str, Any] = {} if log_format is None else {"log_config": log_config(log_format)}
     config = uvicorn.Config(
-        create_app(service, api_key, keys, origins, tracing, known), host=host, port=port, log_level=log_level, access_log=False,
-        server_header=False, backlog=ACCEPTED, ws="none", lifespan="on", http=Connection, **more,
+        app, host=host, port=port, log_level=log_level, access_log=False, server_header=False, backlog=ACCEPTED, ws="none",
+        lifespan="on", http=Connection, **more,
     )  # fmt: skip
     return Server(config, service, drain_seconds, keys)

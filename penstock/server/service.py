@@ -167,7 +167,7 @@ class Service:
         self.check(function, "the tokens of all prompts", self.limits.all_tokens, total, "prompt")
         self.check(function, "prompts times n", self.engine.max_queue, sum(job.params.n for job in jobs), "n")
         reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
-        quota.take_tokens(reserved, function)
+        await quota.reserve(reserved, sum(job.params.n for job in jobs), function)
         try:
             generation = Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
             await generation.begin(self.workers if jobs[0].params.constraint is None else self.compilers)

@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -108,10 +109,26 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
         (["--states-folder", str(checkpoint / "config.json")], "states_folder must be a folder that can be written"),
         (["--slots", "9", "--token-budget", "70"], "token_budget must be at least slots + 64"),
+        (["--replicas", "0"], "replicas must be a number from 1, or two such as 1-4, the least and the most, at most 999, got '0'"),
+        (["--replicas", "3-2"], "replicas must be a number from 1"),
+        (
+            ["--replicas", "2", "--device", "cuda:1"],
+            "device must be cpu or cuda with replicas, got 'cuda:1'. Ray gives each replica a GPU.",
+        ),
+        (["--replicas", "2", "--address", "ray://a:1"], "address must be auto, or HOST:PORT of the cluster, got 'ray://a:1'. Ray's client"),
+        (["--address", "auto"], "address must be absent without replicas, got 'auto'."),
+        (["--replicas", "2", "--address", "auto"], "states_folder must be a folder that all machines share with address, got none."),
     ):
         done = run("serve", "--model", str(checkpoint), *words)
         assert done.exit_code == 2
         assert message in " ".join(done.output.split())
+
+
+def test_replicas_without_ray_name_the_extra(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = run("serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0", "--replicas", "2")
+    assert done.exit_code == 2
+    assert "serve: ray[serve] must be installed, got none. Run pip install 'penstock[ray]'." in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""``penstock serve --replicas 2`` on Ray Serve: latency, a replica that is killed under load, and the end."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import psutil
+import pytest
+from live_server import process, save_checkpoint
+
+pytest.importorskip("ray.serve")
+KEYS = "free 00000000-free\nasks 00000000-asks requests_per_minute=6\nreads 00000000-reads tokens_per_minute=60\n"
+HEADERS = {"Authorization": "Bearer 00000000-free"}
+LONG = {"model": "small", "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("replicas")
+    save_checkpoint(found / "small")
+    (found / "keys").write_text(KEYS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    words = ["--replicas", "2", "--threads", "1", "--slots", "4", "--api-key-file", str(folder / "keys"), "--drain-seconds", "1"]
+    with process(folder / "small", *words) as (server, url, _):
+        yield Server(server.pid, url)
+        if server.poll() is None:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+
+
+class Server:
+    """The door, and what is below it."""
+
+    def __init__(self, pid, url):
+        self.pid, self.url = pid, url
+
+    def post(self, body, key="free"):
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers={"Authorization": f"Bearer 00000000-{key}"}, timeout=60)
+
+    @contextmanager
+    def stream(self, body):
+        with httpx.stream("POST", f"{self.url}/v1/completions", json={**body, "stream": True}, headers=HEADERS, timeout=60) as answer:
+            assert answer.status_code == 200
+            yield answer.iter_lines()
+
+    def count(self, name):
+        """A metric of each replica."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return {one: float(value) for one, value in re.findall(rf'^penstock_{name}{{replica="(\w+)"}} (\S+)$', text, re.MULTILINE)}
+
+    def replicas(self):
+        """The processes of the replicas."""
+        return [one.pid for one in psutil.Process(self.pid).children(recursive=True) if "ServeReplica" in " ".join(one.cmdline())]
+
+    def healthy(self, count):
+        return httpx.get(f"{self.url}/health").json()["replicas"] == count
+
+
+def wait(reached, seconds=60):
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def times(post, count=15):
+    """Medians: seconds to the first piece of a stream, and between two of them; and the fewest pieces."""
+    first, between, pieces = [], [], []
+    for _ in range(count):
+        begin = time.perf_counter()
+        with post({**SHORT, "max_tokens": 30}) as lines:
+            marks = [time.perf_counter() for line in lines if line.startswith("data: {")]
+        first.append(marks[0] - begin)
+        between += [after - before for before, after in itertools.pairwise(marks)]
+        pieces.append(len(marks))
+    return statistics.median(first), statistics.median(between), min(pieces)
+
+
+def test_streams_are_not_delayed(folder, server):
+    """A proxy that joins pieces for 50 ms, or waits for more of them, would be seen."""
+    times(server.stream, 3)
+    first, between, pieces = times(server.stream)
+    with process(folder / "small", "--api-key-file", str(folder / "keys"), "--threads", "1") as (_, url, _):
+        alone = Server(None, url)
+        times(alone.stream, 3)
+        first_alone, between_alone, _ = times(alone.stream)
+    assert first < first_alone + 0.025
+    assert between < between_alone + 0.005
+    assert pieces >= 15
+
+
+def test_limits_are_those_of_one_server(server):
+    assert [server.post(SHORT, key="asks").status_code for _ in range(10)] == [200] * 6 + [429] * 4
+    answers = [server.post({**SHORT, "prompt": "a" * 8, "max_tokens": 8}, key="reads") for _ in range(5)]
+    assert [one.status_code for one in answers] == [200] * 3 + [429] * 2
+
+
+def test_a_replica_killed_under_load(server):
+    saved = server.post({**SHORT, "save_state": True}).json()["choices"][0]["state"]
+    texts = [server.post({**SHORT, "state": saved, "seed": 3}).json()["choices"][0]["text"] for _ in range(2)]
+    whole = []
+    with ExitStack() as left:
+        streams = [left.enter_context(server.stream(LONG)) for _ in range(4)]
+        for lines in streams:
+            assert next(lines).startswith("data: {")
+        asking = [threading.Thread(target=lambda: whole.append(server.post(LONG))) for _ in range(2)]
+        for one in asking:
+            one.start()
+        wait(lambda: sorted(server.count("running").values()) == [2, 4], 20)  # one conversation, whose replica has 4 slots
+        victim = server.replicas()[0]
+        os.kill(victim, signal.SIGKILL)
+        ends = [list(filter(None, lines))[-1] for lines in streams]
+        for one in asking:
+            one.join()
+    lost = [json.loads(one.removeprefix("data: "))["error"]["code"] for one in ends if one != "data: [DONE]"]
+    refused = [one for one in whole if one.status_code != 200]
+    assert set(lost) | {one.json()["error"]["code"] for one in refused} == {"replica_lost"}
+    assert len(lost) + len(refused) in (2, 4)
+    assert all((one.status_code, one.headers["retry-after"]) == (503, "1") for one in refused)
+    assert server.post({**SHORT, "state": saved, "seed": 3}).json()["choices"][0]["text"] == texts[0] == texts[1]
+    wait(lambda: server.healthy(2))
+    assert victim not in server.replicas()
+
+
+def test_the_end_leaves_nothing(server):
+    below = psutil.Process(server.pid).children(recursive=True)
+    with server.stream(LONG) as lines:
+        next(lines)
+        os.kill(server.pid, signal.SIGTERM)
+        begin = time.monotonic()
+        end = list(filter(None, lines))[-1]
+        assert time.monotonic() - begin < 1 + 2 + 1  # and for the load of the machine
+    assert end == "data: [DONE]" or "shutting_down" in end
+    wait(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below), 20)
