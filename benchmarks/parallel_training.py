@@ -5,7 +5,7 @@
 A step is forward, backward and AdamW of the mean loss, in bfloat16 with float32 weights and gradient checkpointing. ``--tokens`` is for
 each GPU. Cases: ``one``, a sequence of a GPU's tokens on one GPU; ``whole``, a sequence of all tokens on one GPU; ``fsdp``, a sequence of
 its own on every GPU, weights sharded; ``cp``, one sequence of all tokens, weights replicated (DDP); ``both``, with weights sharded;
-``small``, context parallelism of a model of 12 layers with 768 channels and 8 times as many tokens.
+``small``, context parallelism of a model of 8 layers with 512 channels and 8 times as many tokens.
 
 The losses of ``cp`` and ``both`` are compared with those of ``whole`` step by step: same weights, same tokens.
 """
@@ -43,7 +43,7 @@ class Loss(nn.Module):
 
 def build(case, layers):
     torch.manual_seed(0)
-    size = {"hidden_size": 768, "num_layers": 12} if case == "small" else {"hidden_size": 2048, "num_layers": layers}
+    size = {"hidden_size": 512, "num_layers": 8} if case == "small" else {"hidden_size": 2048, "num_layers": layers}
     with torch.device("cuda"):
         model = CausalLM(rwkv6(vocab_size=VOCAB, **size))
     model.gradient_checkpointing = True
