@@ -24,7 +24,8 @@ from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import plan
 from penstock.recurrence.triton.forms import groups, lists
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.tokens.shape import Shape
+from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.oracle import budget, error
 
 IMPL = "triton_chunkwise"
