@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -132,6 +134,18 @@ def test_a_replica_killed_under_load(server):
     assert server.post({**SHORT, "state": saved, "seed": 3}).json()["choices"][0]["text"] == texts[0] == texts[1]
     wait(lambda: server.healthy(2))
     assert victim not in server.replicas()
+
+
+@pytest.mark.slow  # it starts Ray once more
+def test_a_replica_that_cannot_start_is_an_error(folder):
+    bad = folder / "bad"
+    bad.mkdir()
+    for one in (folder / "small").iterdir():
+        (bad / one.name).write_bytes(one.read_bytes()[:100])
+    command = [sys.executable, "-m", "penstock", "serve", "--model", str(bad), "--device", "cpu", "--port", "0", "--replicas", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert "serve: the replicas must start, got penstock.errors." in done.stderr
 
 
 def test_the_end_leaves_nothing(server):
