@@ -255,6 +255,8 @@ def _check_replicas(
     if not 1 <= least <= most:
         rule = f"a number from 1, or two such as 1-4, the least and the most, at most {MOST_REPLICAS - 1}"
         complaints.add(RangeError, "replicas", rule, repr(replicas))
+    if device == "cuda" and address is None and most > torch.cuda.device_count():
+        complaints.add(RangeError, "replicas", f"at most {torch.cuda.device_count()}, the GPUs of this machine", repr(replicas))
     if device.startswith("cuda:"):
         complaints.add(RangeError, "device", "cpu or cuda with replicas", repr(device), "Ray gives each replica a GPU.")
     if address is not None and address.startswith("ray://"):

@@ -104,6 +104,7 @@ class Replicas:
         if self._local:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(
+                address="local",  # not one that is found
                 num_cpus=plan.threads * plan.most, num_gpus=plan.most if plan.gpu else 0, object_store_memory=OBJECT_BYTES,
                 include_dashboard=False, log_to_driver=False, logging_level="warning",
             )  # fmt: skip
@@ -115,8 +116,9 @@ class Replicas:
         try:
             self.handle: DeploymentHandle[Any] = serve.run(deployment.bind(*given), name=NAME, route_prefix=None)
         except RuntimeError as error:
+            *_, told = serve.status().applications[NAME].deployments[NAME].message.strip().splitlines()
             self.close()
-            raise EngineError(f"serve: the replicas must start, got an error. {error}") from error
+            raise EngineError(f"serve: the replicas must start, got {told}") from error
 
     async def call(self, method: str) -> list[Any]:
         """The results of a method of all replicas that answer."""

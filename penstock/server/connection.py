@@ -8,7 +8,7 @@ import sys
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .caller import Caller
 from .errors import Refused, shutting_down
@@ -34,8 +34,8 @@ def most_connections() -> int:
     return sys.maxsize if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """One connection of a client."""
+class Connection(H11Protocol):
+    """One connection of a client. By h11 also where httptools is, which Ray brings: that bounds no heads, and needs no host."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
