@@ -31,6 +31,7 @@ def shard(
 
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, ...)
+            register_fsdp_forward_method(layer, "advance")
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ...)
         for name in ("loss", "hidden", "advance", "generate"):
             register_fsdp_forward_method(model, name)
@@ -73,6 +74,8 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if cpu_offload else OffloadPolicy()
     for layer in inner.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+        if hasattr(layer, "advance"):
+            register_fsdp_forward_method(layer, "advance")
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
     for name in METHODS:
         if hasattr(model, name):

@@ -51,6 +51,14 @@ def hooked(one: nn.Module) -> str | None:
     return "has a forward of its own" if "forward" in vars(one) else None
 
 
+def gathers(one: nn.Module, kind: type[nn.Module], method: str) -> bool:
+    """Whether ``fully_shard`` is all that changed a module of this class, and ``register_fsdp_forward_method`` this method of it."""
+    if not hasattr(one, "unshard") or kind not in type(one).__bases__ or method not in vars(one) or "forward" in vars(one):
+        return False
+    own = len(one._forward_pre_hooks) == len(one._forward_hooks) == 1 and not one._backward_pre_hooks and not one._backward_hooks
+    return own and type(one).forward is _FORWARDS[kind] and one._compiled_call_impl is None and not private.global_module_hooks()
+
+
 def unwrapped(one: nn.Module | None, kind: type[Kind]) -> Kind | None:
     """The module of this class that a wrapper holds, or the module itself. None if there is none."""
     return None if one is None else next((part for part in one.modules() if isinstance(part, kind)), None)

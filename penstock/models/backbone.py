@@ -17,7 +17,7 @@ from ..call.private import in_transform, is_fake
 from ..call.recompute import recomputing
 from ..errors import Complaints, DeviceError, RangeError
 from ..layers import Mixer, Sequences, Stateless
-from ..layers.as_written import altered, hooked, remembered, unwrapped
+from ..layers.as_written import altered, gathers, hooked, remembered, unwrapped
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
@@ -118,7 +118,7 @@ class LayerUpdate(NamedTuple):
 
 
 def _refuses_layer(c: LayerUpdate) -> str | None:
-    why = altered(c.module, Layer)
+    why = None if gathers(c.module, Layer, "advance") else altered(c.module, Layer)
     return None if why is None else f"the layer {why}"
 
 

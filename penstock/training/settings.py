@@ -93,7 +93,7 @@ class Mesh:
     cp: int = 1
     """Parts of a sample, each of consecutive tokens."""
     shard: bool = False
-    """Whether parameters, gradients and optimizer states are sharded over all ranks (FSDP2). Without it, each rank has all of them."""
+    """Whether parameters, gradients and optimizer states are sharded over all ranks by FSDP2. Without it, each has all."""
     param_dtype: str | None = None
     """The dtype in which sharded parameters are gathered: ``float32`` or ``bfloat16``. Default: as they are stored, float32."""
     reduce_dtype: str | None = None

@@ -51,7 +51,7 @@ def trained(rank: int, name: str, **options: object) -> None:
 
 
 def evaluated(rank: int, name: str) -> None:
-    """Generation, updates in place and scores are those of one process, and so are the forms of chains in training."""
+    """Generation, updates in place and scores are those of one process, and so are the forms of chains."""
     plain, model = model_of(name).eval(), ps.distributed.shard(model_of(name).eval())
     ids = all_tokens()
     assert torch.equal(model.generate(ids, 4, temperature=0), plain.generate(ids, 4, temperature=0))
@@ -68,7 +68,11 @@ def evaluated(rank: int, name: str) -> None:
         save(model, "nowhere")
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
-    assert ps.explain(model, tokens=70).choices == ps.explain(plain, tokens=70).choices
+    for mode in ("training", "prompt", "decode"):
+        assert ps.explain(model, tokens=3, mode=mode).choices == ps.explain(plain, tokens=3, mode=mode).choices, mode
+    model.layers[0].register_forward_hook(lambda *_: None)
+    found = [one for one in ps.explain(model, mode="decode").choices if getattr(one, "chain", "") == "update_layer"]
+    assert [one.form for one in found] == ["module"] + ["parts"] * (len(found) - 1)
 
 
 def in_bfloat16(rank: int, name: str) -> None:

@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from ranks import spawned
 from runs import content, losses, run
 
@@ -13,6 +14,7 @@ from penstock.models import load
 from penstock.training.batches import Batches
 from penstock.training.data import FILLER
 from penstock.training.ranks import Ranks, find_ranks
+from penstock.training.resuming import last_checkpoint
 from penstock.training.settings import parse
 
 pytest.importorskip("transformers")
@@ -128,3 +130,13 @@ def test_settings_that_do_not_fit_the_processes(tmp_path, monkeypatch, count, me
 def test_one_process_needs_no_group(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert find_ranks(parse(content(tmp_path, "run", mesh=SHARDED))) == Ranks(1, 1, 0)
+
+
+def test_a_sharded_checkpoint_that_is_not_whole_is_named(tmp_path):
+    given = parse(content(tmp_path, "run", mesh=SHARDED))
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    (checkpoint / "shards").mkdir(parents=True)
+    for name in ("trainer_state.json", "scheduler.pt"):
+        (checkpoint / name).write_text("{}")
+    with pytest.raises(RangeError, match=r"a folder of whole checkpoints, got '.*checkpoint-3' without shards/\.metadata\. Remove this"):
+        last_checkpoint(given.training, ARCHITECTURES["gla"])

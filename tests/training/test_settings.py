@@ -8,7 +8,7 @@ import pytest
 
 from penstock import InvalidArgument, models
 from penstock.errors import MissingExtra
-from penstock.training.settings import ARCHITECTURES, Data, Training, parse, read
+from penstock.training.settings import ARCHITECTURES, Data, Mesh, Training, parse, read
 
 SMALL = {
     "model": {"architecture": "rwkv6", "hidden_size": 32, "num_layers": 2, "head_size": 16},
@@ -135,6 +135,7 @@ def test_the_documentation_has_every_key():
     for section in (Data, Training):
         for field in fields(section):
             assert f"`{field.name}`" in text
+    assert all(f"`{field.name}`" in (docs / "scaling.md").read_text() for field in fields(Mesh))
     assert all(f"`{name}`" in text for name in ARCHITECTURES)
     settings = read(docs / "small.yaml")
     assert settings.training.output == "runs/small"
