@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 from architectures import MIXERS
 from ranks import spawned
-from sampling import slow
+from sampling import every, slow
 from slices import C, mixers_alike, pairs_of_cuts
 
 import penstock as ps
 from penstock.layers import RWKV6Config
+from penstock.layers.chains import Choice, recorded
 
 EVERY = [*MIXERS.values(), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
 
@@ -46,3 +47,16 @@ def test_what_calls_with_a_context_refuse(alone):
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("name", every(3, MIXERS))
+def test_chains_run_the_same_forms(alone, kernels_on_a_cpu, name):
+    """Kernels of token shifts and convolutions take the rows before a slice; operators are explained without an exchange."""
+    mixer, x = MIXERS[name].build(C), torch.randn(2, 9, C)
+    found = []
+    for options in ({}, {"context": ps.distributed.ContextParallel(alone, tokens=9)}):
+        with recorded(mixer) as calls:
+            mixer(x, **options)
+        found.append([(one.chain, one.form) if isinstance(one, Choice) else (one.function, one.explanation.chosen) for one in calls])
+    assert found[0] or name == "own_mixer mixer"
+    assert found[0] == found[1]
