@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context import ContextParallel, Slice
+from .context import ContextParallel, Slice, gathered
 
 
 def earlier(context: ContextParallel, x: Tensor, most: int | None = None) -> Tensor:
@@ -129,12 +129,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = x.new_empty(dist.get_world_size(group), *x.shape)
-        if x.is_cuda:
-            dist.all_gather_into_tensor(found, x, group=group)
-        else:  # Gloo
-            dist.all_gather(list(found.unbind()), x, group=group)
-        return found
+        return gathered(x, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -270,11 +270,7 @@ class ContextParallel:
             packet = torch.cat((made, decay[..., None]), -1)
         else:
             packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
-        packets = packet.new_empty(len(self.slices), *packet.shape)
-        if packet.is_cuda:
-            dist.all_gather_into_tensor(packets, packet, group=self.group)
-        else:  # Gloo
-            dist.all_gather(list(packets.unbind()), packet, group=self.group)
+        packets = gathered(packet, self.group)
         return combined(packets, self._after if adjoint else self._before)
 
     def _chain(self, adjoint: bool) -> list[int]:
@@ -317,6 +313,16 @@ class ContextParallel:
         whole[own.start : own.start + count] = final[:count]
         dist.all_reduce(whole, group=self.group)
         return whole
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, [R,...], from contiguous ones."""
+    found = x.new_empty(dist.get_world_size(group), *x.shape)
+    if x.is_cuda:
+        dist.all_gather_into_tensor(found, x, group=group)
+    else:  # Gloo
+        dist.all_gather(list(found.unbind()), x, group=group)
+    return found
 
 
 def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
