@@ -1,5 +1,6 @@
 """The door of several replicas: which one a request goes to, limits of all together, and replicas that end. Without Ray."""
 
+import asyncio
 import json
 import re
 import threading
@@ -39,7 +40,7 @@ class Live:
 
     def __init__(self, count, folder, keys, max_queue):
         self.names = [f"replica{n}" for n in range(count)]
-        self.services, self.replicas = {}, {}
+        self.services, self.replicas, self.keys = {}, {}, keys
         self._model, self._folder = small_model(), folder
         for name in self.names:
             self.start(name)
@@ -171,7 +172,7 @@ def test_limits_are_those_of_one_server(live):
 def test_unused_tokens_are_given_back(live):
     with live.stream(SHORT):
         pass  # disconnects
-    quota = live.door._check.__closure__[0].cell_contents._found[2].quota
+    quota = live.keys._found[2].quota
     headers = {"Authorization": "Bearer 00000000-reads"}
     with httpx.stream("POST", f"{live.url}/v1/completions", json={**SHORT, "max_tokens": 50, "stream": True}, headers=headers) as answer:
         next(answer.iter_lines())
@@ -210,9 +211,8 @@ def test_a_lost_replica_ends_its_own_requests_only(live):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_a_request_of_a_lost_replica_may_be_sent_again(live, path):
     answers = []
-    body = {**LONG, "max_tokens": 3000} if "completions" in path else {**CHAT, "max_tokens": 3000}
-    body.pop("ignore_eos")
-    body |= {"ignore_eos": True} if "completions" in path else {}
+    chat = {name: value for name, value in CHAT.items() if name != "ignore_eos"}
+    body = LONG if "completions" in path else {**chat, "max_tokens": 4000}
     asking = threading.Thread(target=lambda: answers.append(live.post(body, path)))
     asking.start()
     live.wait(lambda: any(live.running()))
@@ -266,8 +266,6 @@ def test_metrics_are_of_all_replicas(live):
 
 
 def test_a_connection_without_the_secret_is_closed(live):
-    import asyncio
-
     async def asked(secret):
         link = await Link.connect(live.replicas["replica0"].about()["address"], secret)
         link.put(Kind.REQUEST, {})
