@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -190,7 +191,7 @@ def serve(
     }  # fmt: skip
     if count is None:
         tracing = Tracing.configured(otlp_endpoint)
-        use_cores(context, threads, device)
+        make = partial(make, cores=partial(use_cores, context, threads, device))
         make_server(make(states_folder=states_folder), host, port, tracing=tracing, **shared).run()
         return
     from ..server import cluster
@@ -201,7 +202,7 @@ def serve(
     plan = cluster.Plan(*count, gpu=device != "cpu", threads=each, address=address)
     with ExitStack() as left:
         folder = states_folder or Path(left.enter_context(TemporaryDirectory(prefix="penstock-states-")))
-        make = partial(make, states_folder=folder.resolve(), threads=each, folder=Path.cwd())
+        make = partial(make, states_folder=folder.resolve(), cores=partial(torch.set_num_threads, each), folder=Path.cwd())
         server, running = cluster.make_server(
             make, plan, host, port, name=name or model.name, slots=slots, max_queue=max_queue, otlp_endpoint=otlp_endpoint, **shared
         )
@@ -215,9 +216,9 @@ def make_service(
     *, model: Path, download: bool, name: str | None, tokenizer: Path | None, chat_template: Path | None, tool_parser: str | None,
     reasoning_parser: str | None, dtype: str | None, device: str, own_state: str | None, states: dict[str, str],
     adapters: dict[str, str], alpha: dict[str, float], limits: Limits, settings: dict[str, Any], states_folder: Path | None,
-    threads: int | None = None, folder: Path | None = None,
+    cores: Callable[[], object], folder: Path | None = None,
 ) -> Service:  # fmt: skip
-    """The service of one process, ready for requests; or of a replica, which finds files below ``folder`` and has its own ``threads``."""
+    """The service of one process, ready for requests; or of a replica, which finds files below ``folder``. ``cores`` sets the threads."""
     from ..server.memory import keep_flat
     from ..server.service import Service
     from ..server.templates import find_template
@@ -225,12 +226,11 @@ def make_service(
 
     keep_flat()
     take_short_turns()
-    if threads is not None:
-        torch.set_num_threads(threads)
     if folder is not None and folder.is_dir():
         os.chdir(folder)
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
+    cores()
     template = find_template(model, coder, chat_template, tool_parser, reasoning_parser)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=own_state)
     engine = Engine(weights.eval(), coder, **settings, **read(model, states, adapters, alpha))
