@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 from live_server import process, save_checkpoint
 
 pytest.importorskip("ray.serve")
+pytestmark = pytest.mark.timeout(900)  # a replica starts in 10 s on two idle cores, in minutes beside other tests
 KEYS = "free 00000000-free\nasks 00000000-asks requests_per_minute=6\nreads 00000000-reads tokens_per_minute=60\n"
 HEADERS = {"Authorization": "Bearer 00000000-free"}
 LONG = {"model": "small", "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
@@ -58,7 +58,7 @@ class Server:
 
     def count(self, name):
         """A metric of each replica."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", verify=False).text
         return {one: float(value) for one, value in re.findall(rf'^penstock_{name}{{replica="(\w+)"}} (\S+)$', text, re.MULTILINE)}
 
     def replicas(self):
@@ -66,7 +66,7 @@ class Server:
         return [one.pid for one in psutil.Process(self.pid).children(recursive=True) if "ServeReplica" in " ".join(one.cmdline())]
 
     def healthy(self, count):
-        return httpx.get(f"{self.url}/health").json()["replicas"] == count
+        return httpx.get(f"{self.url}/health", verify=False).json()["replicas"] == count
 
 
 def wait(reached, seconds=60):
@@ -84,12 +84,15 @@ def marks(server):
 
 
 def test_streams_are_not_delayed(folder, server):
-    """Beside one process without Ray. A proxy that joins pieces for 50 ms, or waits for more of them, would be seen."""
+    """Beside one process without Ray. A proxy that joins pieces for 50 ms, or waits for more of them, does so in every stream.
+
+    So the fastest streams are compared: other processes of this machine delay some of them.
+    """
     with process(folder / "small", "--api-key-file", str(folder / "keys"), "--threads", "1") as (_, url, _):
         alone = Server(None, url)
         found = [(marks(server), marks(alone)) for _ in range(20)][4:]  # in turn, because the load of the machine changes
-    first, first_alone = (statistics.median(one[0] for one in each) for each in zip(*found))
-    between, between_alone = (statistics.median((one[-1] - one[0]) / (len(one) - 1) for one in each) for each in zip(*found))
+    first, first_alone = (min(one[0] for one in each) for each in zip(*found))
+    between, between_alone = (min((one[-1] - one[0]) / (len(one) - 1) for one in each) for each in zip(*found))
     assert first < first_alone + 0.03
     assert between < between_alone + 0.01
     assert min(len(one) for one, _ in found) >= 15
@@ -124,7 +127,7 @@ def test_a_replica_killed_under_load(server):
     assert len(lost) + len(refused) in (2, 4)
     assert all((one.status_code, one.headers["retry-after"]) == (503, "1") for one in refused)
     assert server.post({**SHORT, "state": saved, "seed": 3}).json()["choices"][0]["text"] == texts[0] == texts[1]
-    wait(lambda: server.healthy(2))
+    wait(lambda: server.healthy(2), 400)
     assert victim not in server.replicas()
 
 
