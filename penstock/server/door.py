@@ -36,6 +36,7 @@ from .origins import ORIGINS, rules
 from .replica import arguments
 from .requestlog import HEADER, RequestLog
 from .service import REFUSED_SECONDS
+from .streaming import disconnect
 
 LOG = logging.getLogger("penstock.server")
 LOOK_SECONDS = 0.5
@@ -195,7 +196,7 @@ class Passage:
         replica.open += 1
         self._door.running.add(link)
         ending = asyncio.ensure_future(self._answer(replica, link, send))
-        watching = asyncio.ensure_future(_disconnect(receive))
+        watching = asyncio.ensure_future(disconnect(receive))
         try:
             link.put(Kind.REQUEST, self._head(headers))
             link.put(Kind.BODY, self._body)
@@ -293,11 +294,6 @@ def retryable(code: str, rule: str) -> Refused:
     """The error of a request that may be sent again."""
     headers = {"Retry-After": str(RETRY_SECONDS)}
     return Refused(503, f"server: {rule}. Send the request again.", kind="server_error", code=code, headers=headers)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def create_door(door: Door, name: str, origins: Sequence[str] = (), hosts: frozenset[str] | None = None) -> ASGIApp:
