@@ -98,11 +98,14 @@ class Door:
             await (self._health() if path == "/health" else await self._counts())(scope, receive, send)
             return
         request = Request(scope, receive)
-        if self._check is not None and GUARDED.match(path):
+        guarded, body = GUARDED.match(path), b""
+        if self._check is not None and guarded:
             await self._check(request)
         if self._closing:
             raise shutting_down()
-        body = await read_body(request, self._limits.state_bytes if path == STATES else self._limits.body_bytes, self._limits.body_seconds)
+        if guarded:  # of others no body is read, so nobody without a key fills the memory of the door
+            most = self._limits.state_bytes if path == STATES else self._limits.body_bytes
+            body = await read_body(request, most, self._limits.body_seconds)
         await Passage(self, scope, body).run(receive, send)
 
     def abort(self) -> None:
@@ -268,6 +271,8 @@ class Passage:
             self._door.enter(self._caller.share[0], completions, function)
             self._completions = completions
         except QueueFull as error:
+            self._caller.key.quota.give_back(self._reserved)
+            self._reserved = 0
             await asyncio.sleep(REFUSED_SECONDS)
             return arguments(refusal(error))
         except Refused as error:
