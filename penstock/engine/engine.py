@@ -315,7 +315,7 @@ class Engine:
         return self.model_hash() if tuning is None else tuning.model_hash(self.model_hash())
 
     def save_state(self, state: SequenceState, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-        """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model.
+        """Write a state as safetensors. Raises DtypeError, or RangeError for the state of another model.
 
         notes : dict of str, optional
             Additional metadata of the file.

@@ -20,7 +20,8 @@ from .request import CHUNK
 from .state_pool import StatePool
 
 FORMAT = "penstock-state-1"
-
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+"""Their names in safetensors files."""
 
 OBJECTS = 2048
 """Bytes of the Python objects of a state in the cache: about thirty, 1.9 KB. Small models have states of less than that."""
@@ -68,18 +69,36 @@ def fingerprint(model: CausalLM) -> str:
     for name, x in model.state_dict().items():
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
         values = x.detach().cpu().contiguous()
-        digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()) if values.nbytes else b"")
+        digest.update(_content(values))
     return digest.hexdigest()
+
+
+def _content(x: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, in place, without NumPy."""
+    return (ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b""
 
 
 def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool, notes: Mapping[str, str]) -> None:
     """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and the model's fingerprint."""
-    _, save_file = _safetensors("save_state")
     tensors = {name: x.cpu().contiguous() for name, x in pool.tensors(state.row).items()}
     tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
     about = {**notes, **_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
-    save_file(tensors, str(path), metadata=about)
+    _write(Path(path), tensors, about)
     usual_mode(Path(path))
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """A safetensors file. The package's own writer keeps 6 KB for each size that a tensor ever had, so for each number of tokens."""
+    head: dict[str, Any] = {"__metadata__": about}
+    parts, end = list[Any](), 0
+    for name, x in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):  # so all of them are aligned
+        begin, end = end, end + x.nbytes
+        head[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        parts.append(_content(x))
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.writelines([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes: Iterable[str]) -> SequenceState:
@@ -87,7 +106,7 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes:
 
     ``model_hashes`` are the fingerprint of the model, then those of its tunings.
     """
-    safe_open, _ = _safetensors("load_state")
+    safe_open = _safetensors("load_state")
     complaints = Complaints("load_state")
     try:
         with safe_open(str(path), "pt") as file:
@@ -143,11 +162,9 @@ def _about(model: CausalLM, pool: StatePool, model_hash: str) -> dict[str, str]:
     }
 
 
-def _safetensors(function: str) -> tuple[Any, Any]:
+def _safetensors(function: str) -> Any:
     try:
-        import numpy  # noqa: F401  # safetensors needs it to write
         from safetensors import safe_open
-        from safetensors.torch import save_file
     except ImportError as error:
-        raise MissingExtra.of(function, "safetensors and numpy", "models") from error
-    return safe_open, save_file
+        raise MissingExtra.of(function, "safetensors", "models") from error
+    return safe_open

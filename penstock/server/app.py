@@ -36,6 +36,7 @@ from .responses import input_items, kept_response, remove_response, responses
 from .responses_protocol import ResponseAnswer, ResponseBody
 from .sending import check_framing, send_pieces, with_close
 from .service import Service
+from .streaming import Attended
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .tracing import Tracing
 
@@ -126,6 +127,7 @@ def _add_errors(app: FastAPI, service: Service, check: KeyCheck | None, hosts: f
 
     for kind in (Refused, PenstockError, HTTPException):
         app.add_exception_handler(kind, answer)
+    app.add_middleware(Attended)
     app.add_middleware(Answers, service=service, hosts=hosts)
 
 

@@ -20,7 +20,7 @@ from .logprobs import chat_json, chat_logprobs, prompt_json
 from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta, FinishReason
 from .saving import continued, keep_states, state_of
 from .service import Service
-from .streaming import EventStream, finished
+from .streaming import EventStream
 from .templates import Template
 from .texts import Texts
 from .tools import CallAnswer, CallDelta, FunctionAnswer, call_id
@@ -44,8 +44,7 @@ async def chat(service: Service, request: Request) -> Response:
         writer = StreamWriter(service, form, body, generation, heading)
         return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
-        if not await finished(request, generation, service.metrics):
-            return Response(status_code=499)
+        await generation.finish()
         collected = await service.workers.run(_collected, service, form, body, generation, heading)
         current().size = size if body.logprobs or body.prompt_logprobs is not None else 0
         content = await service.work(_written, service.texts, *collected, body.logprobs, body.prompt_logprobs)

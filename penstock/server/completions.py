@@ -18,7 +18,7 @@ from .logprobs import PIECE, CompletionWriter, prompt_json, shortened
 from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, StreamOptions
 from .saving import keep_states, state_of
 from .service import Service
-from .streaming import EventStream, encoded, finished
+from .streaming import EventStream, encoded
 from .texts import Texts
 from .writing import OF_TEXT, answered, prompt_size, written
 
@@ -42,8 +42,7 @@ async def completions(service: Service, request: Request) -> Response:
         writer = StreamWriter(service, body, generation, heading)
         return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
-        if not await finished(request, generation, service.metrics):
-            return Response(status_code=499)
+        await generation.finish()
         collected = await service.workers.run(_collected, service, body, generation, heading)
         current().size = size if body.echo or (body.logprobs, body.prompt_logprobs) != (None, None) else 0
         content = await service.work(_written, service.texts, *collected, body.logprobs, body.prompt_logprobs, body.echo)

@@ -36,6 +36,7 @@ from .origins import ORIGINS, rules
 from .replica import arguments
 from .requestlog import HEADER, RequestLog
 from .service import REFUSED_SECONDS
+from .streaming import disconnect
 
 LOG = logging.getLogger("penstock.server")
 LOOK_SECONDS = 0.5
@@ -97,11 +98,14 @@ class Door:
             await (self._health() if path == "/health" else await self._counts())(scope, receive, send)
             return
         request = Request(scope, receive)
-        if self._check is not None and GUARDED.match(path):
+        guarded, body = GUARDED.match(path), b""
+        if self._check is not None and guarded:
             await self._check(request)
         if self._closing:
             raise shutting_down()
-        body = await read_body(request, self._limits.state_bytes if path == STATES else self._limits.body_bytes, self._limits.body_seconds)
+        if guarded:  # of others no body is read, so nobody without a key fills the memory of the door
+            most = self._limits.state_bytes if path == STATES else self._limits.body_bytes
+            body = await read_body(request, most, self._limits.body_seconds)
         await Passage(self, scope, body).run(receive, send)
 
     def abort(self) -> None:
@@ -195,7 +199,7 @@ class Passage:
         replica.open += 1
         self._door.running.add(link)
         ending = asyncio.ensure_future(self._answer(replica, link, send))
-        watching = asyncio.ensure_future(_disconnect(receive))
+        watching = asyncio.ensure_future(disconnect(receive))
         try:
             link.put(Kind.REQUEST, self._head(headers))
             link.put(Kind.BODY, self._body)
@@ -267,6 +271,8 @@ class Passage:
             self._door.enter(self._caller.share[0], completions, function)
             self._completions = completions
         except QueueFull as error:
+            self._caller.key.quota.give_back(self._reserved)
+            self._reserved = 0
             await asyncio.sleep(REFUSED_SECONDS)
             return arguments(refusal(error))
         except Refused as error:
@@ -293,11 +299,6 @@ def retryable(code: str, rule: str) -> Refused:
     """The error of a request that may be sent again."""
     headers = {"Retry-After": str(RETRY_SECONDS)}
     return Refused(503, f"server: {rule}. Send the request again.", kind="server_error", code=code, headers=headers)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def create_door(door: Door, name: str, origins: Sequence[str] = (), hosts: frozenset[str] | None = None) -> ASGIApp:

@@ -28,7 +28,7 @@ from .messages_output import (
 )  # fmt: skip
 from .messages_protocol import CountBody, MessagesBody, TokenCount
 from .service import Service
-from .streaming import EventStream, NamedEvent, finished
+from .streaming import EventStream, NamedEvent
 from .templates import Template
 from .thinking import thinking_variables, within_budget
 
@@ -52,8 +52,7 @@ async def messages(service: Service, request: Request) -> Response:
     if body.stream:
         return MessageStream(generation, writer, service.metrics, service.limits.seconds)
     with closing(generation):
-        if not await finished(request, generation, service.metrics):
-            return Response(status_code=499)
+        await generation.finish()
         answer = await service.workers.run(writer.whole)
         return Response(answer.model_dump_json(), media_type="application/json")
 

@@ -31,7 +31,7 @@ from .responses_protocol import Incomplete, InputDetails, Item, Link, ResponseAn
 from .saving import without_end
 from .service import Service
 from .states import new_name
-from .streaming import EventStream, encoded, finished
+from .streaming import EventStream, encoded
 from .templates import Template
 from .texts import Texts
 
@@ -62,8 +62,7 @@ async def responses(service: Service, request: Request) -> Response:
     if body.stream:
         return ResponseStream(generation, StreamWriter(service, turn, generation), service)
     with closing(generation):
-        if not await finished(request, generation, service.metrics):
-            return Response(status_code=499)
+        await generation.finish()
         writer = StreamWriter(service, turn, generation)
         answer = await service.workers.run(writer.whole)
         return Response(answer.model_dump_json(), media_type="application/json")

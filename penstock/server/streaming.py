@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Protocol
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel
-from starlette.types import Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engine import Event
 from .caller import current
@@ -69,7 +70,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the rest if the client disconnects."""
         try:
-            if not await completes(receive, self._send(send), self._seconds):
+            if not await completes(disconnect(receive), self._send(send), self._seconds):
                 current().status = 499
                 self._metrics.disconnected()
         finally:
@@ -113,9 +114,9 @@ class EventStream(Response):
         return b"data: " + bytes(error.response().body) + b"\n\n"
 
 
-async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:
-    """Run ``work``; cancel it when the client disconnects, or after a time. Returns whether it ended by itself."""
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+async def completes(watch: Awaitable[None], work: Awaitable[None], seconds: float | None = None) -> bool:
+    """Run ``work``; cancel it when ``watch`` ends, or after a time. Returns whether it ended by itself."""
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait([worker, watcher], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
@@ -128,14 +129,48 @@ async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: 
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def finished(request: Request, generation: Generation, metrics: Metrics) -> bool:
-    """Wait for the end of a generation; returns whether the client is still connected."""
-    if await completes(request.receive, generation.finish()):
-        return True
-    metrics.disconnected()
-    return False
+class Attended:
+    """Cancels what answers a request whose client disconnects after the body and before the answer. Raises ClientDisconnect then.
+
+    An answer that has begun finds that out by itself.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        whole, gone, begun = asyncio.Event(), asyncio.Event(), False
+
+        async def received() -> Message:
+            if whole.is_set():
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            message = await receive()
+            if not message.get("more_body", False):
+                whole.set()
+            return message
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async def watch() -> None:
+            await whole.wait()
+            await disconnect(receive)
+            gone.set()
+            if begun:
+                await asyncio.Event().wait()
+
+        if not await completes(watch(), self._app(scope, received, sent)):
+            raise ClientDisconnect

@@ -1,6 +1,6 @@
 """Threads for what would keep the event loop from answering others: a few, so that they bound memory and leave time to the loop.
 
-No client has more than half of them at a time.
+No client has more than half of them at a time, until its functions have ended: also those for which it waits no more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Workers:
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._waiting: set[asyncio.Future[Any]] = set()
+        self._waiting: dict[asyncio.Future[Any], asyncio.Future[None]] = {}
+        """Results, and whether the functions have ended: those whose callers are gone, too."""
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -54,28 +55,31 @@ class Workers:
         turn = self._turns.get(client)
         if turn is None:
             turn = self._turns[client] = asyncio.Semaphore(max(1, self._count // 2))
-        async with turn:
-            return await self._run(function, *given, **named)
-
-    async def _run(self, function: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
+        await turn.acquire()
         if self._error is not None:
+            turn.release()
             raise self._error
         self._start()
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        context = copy_context()  # who calls
-        self._queue.put(lambda: _run(future, lambda: context.run(function, *given, **named)))
-        self._waiting.add(future)
-        try:
-            return await future
-        finally:
-            self._waiting.discard(future)
+        loop, context = asyncio.get_running_loop(), copy_context()  # who calls
+        result, ended = loop.create_future(), loop.create_future()
+        self._waiting[result] = ended
+
+        def leave(_: object) -> None:
+            del self._waiting[result]
+            turn.release()
+
+        ended.add_done_callback(leave)
+        self._queue.put(lambda: _run(result, ended, lambda: context.run(function, *given, **named)))
+        return await result  # type: ignore[no-any-return]
 
     def end(self, error: Exception) -> None:
         """Raise an error in all that wait, and in all that come. What runs goes on, and its result is dropped. In the loop's thread."""
         self._error = error
-        for future in self._waiting:
-            if not future.done():
-                future.set_exception(error)
+        for result, ended in self._waiting.items():
+            if not result.done():
+                result.set_exception(error)
+            if not ended.done():
+                ended.set_result(None)
 
     def close(self) -> None:
         """End the threads, each after its function."""
@@ -102,23 +106,24 @@ def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         del task  # it has the result: an answer of megabytes
 
 
-def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
-    if future.done():
-        return
-    result: T | None = None
+def _run(result: asyncio.Future[T], ended: asyncio.Future[None], function: Callable[[], T]) -> None:
+    value: T | None = None
     error: BaseException | None = None
-    try:
-        result = function()
-    except BaseException as caught:
-        error = caught
+    if not result.done():
+        try:
+            value = function()
+        except BaseException as caught:
+            error = caught
 
     def settle() -> None:
-        if future.done():
+        if not ended.done():
+            ended.set_result(None)
+        if result.done():
             return
         if error is not None:
-            future.set_exception(error)
+            result.set_exception(error)
         else:
-            future.set_result(result)  # type: ignore[arg-type]
+            result.set_result(value)  # type: ignore[arg-type]
 
     with suppress(RuntimeError):  # the loop is closed
-        future.get_loop().call_soon_threadsafe(settle)
+        result.get_loop().call_soon_threadsafe(settle)

@@ -1,5 +1,6 @@
 """States as objects: kept, forked, saved to files, refused where they do not fit. And the pool that they come from."""
 
+import ctypes
 import hashlib
 import json
 from dataclasses import replace
@@ -54,6 +55,32 @@ def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
         continued = run(other, other.submit((), SamplingParams(max_tokens=12, seed=5), state=some))
         assert continued.tokens == first[30:]
         assert run(other, other.submit(more, SamplingParams(max_tokens=12, temperature=0), state=some)).tokens == turn
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_file_of_a_state_is_as_safetensors_writes_it(name, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    engine = engine_of(name)
+    engine.save_state(engine.generate([PROMPT], KEEP)[0].completions[0].state, tmp_path / "a", {"a": "\u00e9"})
+    with safe_open(tmp_path / "a", "pt") as file:
+        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors, tmp_path / "b", metadata=about)
+    ends = [(tmp_path / one).read_bytes().partition(b'"tokens":')[2].partition(b"}}")[2].lstrip() for one in "ab"]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) > 180 * 8
+    assert about["a"] == "\u00e9"
+
+
+def test_saving_keeps_nothing_for_each_number_of_tokens(tmp_path):
+    engine = engine_of()
+    state = engine.generate([PROMPT], KEEP)[0].completions[0].state
+    engine.save_state(state, tmp_path / "a")
+    kept = len(ctypes._pointer_type_cache)
+    for count in range(130, 180):
+        engine.save_state(replace(state, tokens=state.tokens[:count]), tmp_path / "a")
+    assert len(ctypes._pointer_type_cache) == kept
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 128, 150])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -236,6 +237,21 @@ def test_streams_of_responses_end_with_an_event_of_their_api(live):
     assert rest[-2] == "event: error" or "response.completed" in rest[-2]
 
 
+def test_no_body_is_read_without_a_key(live):
+    port = int(live.url.rpartition(":")[2])
+    for path, status in (("/none", b"404"), ("/v1/completions", b"401")):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+            one.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n".encode())
+            assert one.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_full_queue_takes_no_tokens(live):
+    body = {**SHORT, "prompt": "a", "max_tokens": 4, "n": 8}  # more than 4 slots, and 3 that wait
+    refused = live.post(body, key="reads")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert int(refused.headers["x-ratelimit-remaining-tokens"]) >= 59
+
+
 def test_a_disconnect_frees_the_slots(live):
     with live.stream(LONG) as (_, lines):
         next(lines)
@@ -251,6 +267,16 @@ def test_the_end_drains(live):
         live.thread.join(10)
     assert time.monotonic() - begin < 1 + 2 + 1  # and for the load of the machine
     assert end == "data: [DONE]" or "shutting_down" in end
+
+
+def test_the_end_of_a_whole_answer_is_an_error_that_says_so(live):
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(live.post({**LONG, "n": 2})))
+    asking.start()
+    live.wait(lambda: any(live.running()))
+    live.door.abort()
+    asking.join()
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
 
 
 def test_metrics_are_of_all_replicas(live):

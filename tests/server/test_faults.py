@@ -75,7 +75,7 @@ def test_malformed_bodies(live, client, path, name):
     if path == "chat/completions":
         content = content.replace(b'"prompt": "a"', b'"messages": [{"role": "user", "content": "a"}]')
         content = content.replace(b'"prompt": "\\ud800"', b'"messages": [{"role": "user", "content": "\\ud800"}]')
-    answer = httpx.post(f"{live.url}/v1/{path}", content=content, headers={"content-type": "application/json"})
+    answer = httpx.post(f"{live.url}/v1/{path}", content=content, headers={"content-type": "application/json"}, timeout=60)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     bystander(client)

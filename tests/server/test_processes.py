@@ -251,3 +251,21 @@ def test_a_client_does_not_get_all_processes(found):
         await asyncio.gather(*hogs)
 
     asyncio.run(both())
+
+
+def test_a_client_does_not_get_all_processes_by_leaving(found):
+    async def asked(name, *job):
+        enter(Caller(address=name))
+        return await found.run(*job)
+
+    async def both():
+        for _ in range(3):
+            hog = asyncio.create_task(asked("hog", time.sleep, 4))
+            await asyncio.sleep(0.2)
+            hog.cancel()
+        assert await asyncio.wait_for(asked("small", sorted, [2, 1]), 2) == [1, 2]
+        begin = time.monotonic()
+        assert await asked("hog", sorted, [2, 1]) == [1, 2]  # after the first one: the others did not begin
+        assert time.monotonic() - begin < 4
+
+    asyncio.run(both())

@@ -1,5 +1,6 @@
 """Lines of the log, ids of requests, and spans: what every endpoint gives, whatever happens to a request."""
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -9,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
-from live_server import process, running, save_checkpoint
+from live_server import process, running, save_checkpoint, sent
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,6 +18,7 @@ from sampling import slow
 
 from penstock.errors import MissingExtra
 from penstock.server import app as routes
+from penstock.server import limits
 from penstock.server.keys import Keys
 from penstock.server.tracing import Tracing
 
@@ -167,6 +169,26 @@ def test_clients_that_disconnect_are_499(logged, lines, path, stream):
             time.sleep(0.01)
     assert lines.one(name)["status"] == 499
     logged.settles()
+
+
+def test_work_before_the_engine_ends_with_its_client(logged, lines, monkeypatch):
+    begun = []
+
+    async def stuck(*_):
+        begun.append(True)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(limits, "LARGE", 0)
+    monkeypatch.setattr(logged.service.processes, "run", stuck)
+    paths = [one.path for one in logged.server.config.app.routes if getattr(one, "openapi_extra", None)]
+    assert len(paths) >= 7
+    for count, path in enumerate(paths, 1):
+        name = f"left-{path.replace('/', '.')}"
+        with logged.connect() as one:
+            one.sendall(sent({}, path, f"Authorization: Bearer {SECRET}\r\nX-Request-Id: {name}\r\n"))
+            while len(begun) < count:
+                time.sleep(0.01)
+        assert lines.one(name)["status"] == 499
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
