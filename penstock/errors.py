@@ -10,6 +10,7 @@
     │   └── RangeError                    a wrong value: a positive decay, inconsistent cu_seqlens, an unknown name
     ├── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
     ├── MissingExtra (ImportError)        an optional package is needed and not installed
+    ├── ExchangeError (RuntimeError)      the ranks of a process group could not exchange tensors
     └── EngineError (RuntimeError)        a request that the engine could not finish
         ├── QueueFull                     too many requests wait
         └── OutOfMemory                   a step, or the states of an engine, did not fit into memory
@@ -64,6 +65,10 @@ class MissingExtra(PenstockError, ImportError):
         MissingExtra("load: safetensors must be installed, got none. Run pip install 'penstock[models]'.")
         """
         return cls(f"{function}: {package} must be installed, got none. Run pip install 'penstock[{extra}]'.")
+
+
+class ExchangeError(PenstockError, RuntimeError):
+    """The ranks of a process group could not exchange tensors."""
 
 
 class PenstockWarning(UserWarning):

@@ -96,7 +96,8 @@ def head_cross_entropy(
     """
     if context is not None and reduction == "mean":
         part = head_cross_entropy(x, head, labels, ignore_index=ignore_index, reduction="sum", chunk_tokens=chunk_tokens)
-        return part / borders.total(context, (labels != ignore_index).sum())
+        count = borders.total(context, (labels != ignore_index).sum())
+        return torch.where(count > 0, part / count.clamp(min=1), part.detach() / count)  # without labels NaN, whose gradients are 0
     weights = plain_weights([head])
     if weights is not None:
         return linear_cross_entropy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..call.autocast import cast
 from ..call.derivatives import Tensors
 from ..call.implementation import Upstream
 from ..call.operator import Explain
+from ..call.validation import known_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
 from ..tokens.context import ContextParallel, Passes
 from ..tokens.decays import retnet_decay
@@ -114,7 +116,8 @@ def over_ranks(
 
     def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
         factor = default_scale({"K": x.shape[3]}, row) if scale is None else scale
-        made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
+        with known_values("g") if adjoint else nullcontext():  # the forward pass has checked them, or layers have made them
+            made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
         assert made is not None
         assert decay is not None
         return made, decay

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context import ContextParallel, Slice, gathered
+from .context import FUNCTION, ContextParallel, Slice
+from .exchange import exchange, gathered, summed
 
 
 def earlier(context: ContextParallel, x: Tensor, most: int | None = None) -> Tensor:
@@ -129,17 +130,16 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return gathered(x, group)
+        return gathered(FUNCTION, x, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if gradient.is_cuda:
             own = gradient.new_empty(gradient.shape[1:])
-            dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+            exchange(FUNCTION, dist.reduce_scatter_tensor, own, gradient.contiguous(), group=ctx.group)
             return own, None
-        every = gradient.contiguous().clone()
-        dist.all_reduce(every, group=ctx.group)
+        every = summed(FUNCTION, gradient.contiguous().clone(), ctx.group)
         return every[dist.get_rank(ctx.group)].clone(), None
 
 
@@ -147,13 +147,9 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = x.clone()
-        dist.all_reduce(found, group=group)
-        return found
+        return summed(FUNCTION, x.clone(), group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found = gradient.contiguous().clone()
-        dist.all_reduce(found, group=ctx.group)
-        return found, None
+        return summed(FUNCTION, gradient.contiguous().clone(), ctx.group), None

@@ -18,14 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call import private
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..gpu.sharing import shared
 from .dtypes import state_dtype
+from .exchange import exchange, gathered, summed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = Sequence[Tensor | None]
+FUNCTION = "ContextParallel"
+"""In messages about exchanges of the context and of layers."""
 
 
 class Slice(NamedTuple):
@@ -109,7 +113,7 @@ class ContextParallel:
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        complaints = Complaints("ContextParallel")
+        complaints = Complaints(FUNCTION)
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 rule, remedy = "a mesh of one axis", 'Take one of its axes: mesh["cp"].'
@@ -153,7 +157,7 @@ class ContextParallel:
         """The numbers of tokens of all ranks."""
         device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
         found = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(ranks)]
-        dist.all_gather(found, torch.tensor([tokens], device=device), group=self.group)
+        exchange(FUNCTION, dist.all_gather, found, torch.tensor([tokens], device=device), group=self.group)
         return [int(one) for one in found]
 
     def __repr__(self) -> str:
@@ -173,11 +177,14 @@ class ContextParallel:
         else:
             with shared():
                 output, final = passes.call(self.entered(passes, tensors))
-            final = self.finals(final) if wanted else final
+            final = self.finals(passes, final) if wanted else final
         return output, final if wanted else None
 
     def _check(self, function: str, tensors: Tensors) -> None:
         q, v, state, complaints = tensors[0], tensors[2], tensors[-1], Complaints(function)
+        if not torch.compiler.is_compiling() and private.transforming():
+            rule = "outside of torch.func transforms and forward-mode differentiation"
+            complaints.add(RangeError, "the call", rule, "one inside", "They cannot follow the exchange with other ranks.")
         if tensors[-2] is not None:
             complaints.add(
                 RangeError, "cu_seqlens", "None with a context", "a tensor", "Give the context the offsets of the whole token axis."
@@ -209,9 +216,11 @@ class ContextParallel:
         one = self.tokens > 0 and len(own.sequences) == 1  # as a batch row, whose kernels need no offsets
         return *tensors[:-2], None if one else self.cu_seqlens, mine
 
-    def finals(self, final: Tensor) -> Tensor:
+    def finals(self, passes: Passes, final: Tensor) -> Tensor:
         """The final states of all sequences, on every rank."""
-        return self._of_last(final) if self.offsets is None else self._everywhere(final, len(self.offsets) - 1)
+        if self.offsets is None:
+            return self._of_last(passes, final)
+        return self._everywhere(passes, final, len(self.offsets) - 1)
 
     def of_given(self, given: Tensor, d_states: Tensor | None) -> Tensor:
         """The gradient of the given initial states as far as it comes from this rank, from that of the states of its call."""
@@ -233,8 +242,7 @@ class ContextParallel:
         N = v.shape[0] if self.offsets is None else len(own.sequences)
         d_states = v.new_zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(q.dtype))
         if d_final is not None:
-            d_final = d_final.contiguous().clone()
-            dist.all_reduce(d_final, group=self.group)
+            d_final = summed(passes.function, d_final.contiguous().clone(), self.group)
             if self.offsets is not None:
                 d_states = d_final[own.sequences.start : own.sequences.stop].clone()
             elif self.rank == self._last():
@@ -270,7 +278,7 @@ class ContextParallel:
             packet = torch.cat((made, decay[..., None]), -1)
         else:
             packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
-        packets = gathered(packet, self.group)
+        packets = gathered(passes.function, packet, self.group)
         return combined(packets, self._after if adjoint else self._before)
 
     def _chain(self, adjoint: bool) -> list[int]:
@@ -300,29 +308,18 @@ class ContextParallel:
         """The rank on which batch rows end."""
         return max((rank for rank, one in enumerate(self.slices) if one.begin < one.end), default=0)
 
-    def _of_last(self, final: Tensor) -> Tensor:
+    def _of_last(self, passes: Passes, final: Tensor) -> Tensor:
         """The final states of batch rows, from the rank on which they end."""
         final = final.clone()
-        dist.broadcast(final, dist.get_global_rank(self.group, self._last()), group=self.group)
+        exchange(passes.function, dist.broadcast, final, dist.get_global_rank(self.group, self._last()), group=self.group)
         return final
 
-    def _everywhere(self, final: Tensor, N: int) -> Tensor:
+    def _everywhere(self, passes: Passes, final: Tensor, N: int) -> Tensor:
         """The final states of all packed sequences, from the ranks on which they end."""
         whole, own = final.new_zeros(N, *final.shape[1:]), self.slice.sequences
         count = len(own) - self.slice.leaves
         whole[own.start : own.start + count] = final[:count]
-        dist.all_reduce(whole, group=self.group)
-        return whole
-
-
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, [R,...], from contiguous ones."""
-    found = x.new_empty(dist.get_world_size(group), *x.shape)
-    if x.is_cuda:
-        dist.all_gather_into_tensor(found, x, group=group)
-    else:  # Gloo
-        dist.all_gather(list(found.unbind()), x, group=group)
-    return found
+        return summed(passes.function, whole, self.group)
 
 
 def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
@@ -345,7 +342,7 @@ class _Run(torch.autograd.Function):
             (output, final), residuals = passes.forward(here)
         ctx.call = context, passes, wanted
         ctx.save_for_backward(tensors[-1], *here, *residuals)
-        final = context.finals(final) if wanted else final
+        final = context.finals(passes, final) if wanted else final
         if not wanted:
             ctx.mark_non_differentiable(final)
         return output, final

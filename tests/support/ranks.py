@@ -1,10 +1,12 @@
 """Calls over the ranks of a process group, beside the same calls on one process."""
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -14,8 +16,11 @@ from cases import named
 from torch import Tensor
 
 import penstock as ps
+from penstock.call.validation import known_values
+from penstock.errors import ExchangeError
 from penstock.recurrence.operators import SUMMARY
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens import borders
 from penstock.tokens.context import combined
 
 OVER_TOKENS = ("q", "k", "v", "output")
@@ -139,3 +144,52 @@ def same_bits(rank: int, every: list[Call]) -> None:
         alone = run(call, one).output
         context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank], lengths=call.lengths)
         assert torch.equal(run(call, own(parts[rank]), context=context).output, alone), call
+
+
+def carry_nan(rank: int) -> None:
+    """NaN in a decay or a value of one rank: no rank raises an error, and results are NaN where those of one process are.
+
+    Decays are called as layers call them: those that are NaN are no error.
+    """
+    for variant, row in VARIANTS.items():
+        call = Call(variant, (5, 9), None, True, True)
+        for name, token in itertools.product(("v", "g") if "T" in row.decay else ("v",), (2, 7)):
+            tensors, part = drawn(call.case), (slice(0, 5), slice(5, 14))[rank]
+            tensors[name][0, token].view(-1)[0] = torch.nan
+            d_output, d_final = torch.ones(2, 14, 4, 5, dtype=call.dtype), torch.ones(2, 4, 8, 5, dtype=call.dtype)
+            own = {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}
+            context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank])
+            with known_values("g"):
+                wanted, final = run(call, tensors, impl="reference")
+                leaves = {name: x.clone().requires_grad_() for name, x in own.items() if x is not None}
+                results = run(call, leaves, context=context)
+            torch.autograd.grad(results, list(leaves.values()), (d_output[:, part], d_final))
+            assert results[1].isnan()[final.isnan()].all(), (variant, name)
+            assert results[0].isnan()[wanted[:, part].isnan()].all(), (variant, name)
+            assert rank * 5 + 5 > token or not results[0].isnan().any(), (variant, name)
+
+
+def lose_a_rank(rank: int) -> None:
+    """After rank 1 has ended, backward passes, calls and what layers exchange raise errors on rank 0 that name them."""
+    x = torch.randn(1, 5, 2, 4, requires_grad=True)
+    context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=5)
+    output = ps.linear_attention(x, x, x, context=context).output
+    if rank == 1:
+        os._exit(0)
+    for function, call in (
+        ("linear_attention", lambda: output.sum().backward()),
+        ("linear_attention", lambda: ps.linear_attention(x, x, x, context=context, output_final_state=True)),
+        ("ContextParallel", lambda: borders.earlier(context, x)),
+        ("ContextParallel", lambda: borders.total(context, x)),
+        ("ContextParallel", lambda: ps.distributed.ContextParallel(dist.group.WORLD, tokens=5)),
+    ):
+        with pytest.raises(ExchangeError, match=f"{function}: all ranks .* take part in all_.*, got an error on rank 0 of 2"):
+            call()
+    os._exit(0)
+
+
+def compare_and_lose_a_rank(rank: int, every: list[Call]) -> None:
+    """All that is tested of two ranks, in one start of processes."""
+    compare(rank, every)
+    carry_nan(rank)
+    lose_a_rank(rank)

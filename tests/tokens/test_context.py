@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cases import draw as drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Call, calls, compare, run, same_bits, spawned
+from ranks import Call, calls, compare, compare_and_lose_a_rank, run, same_bits, spawned
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
@@ -40,9 +40,12 @@ def test_slices_have_every_sequence(lengths, data):
     assert sorted(seen, key=str) == sorted(wanted, key=str)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_equal_one_process(ranks):
-    spawned(compare, ranks, calls(ranks, 36))
+def test_four_ranks_equal_one_process():
+    spawned(compare, 4, calls(4, 36))
+
+
+def test_two_ranks_equal_one_process_carry_nan_and_report_a_lost_rank():
+    spawned(compare_and_lose_a_rank, 2, calls(2, 36))
 
 
 def test_outputs_have_the_bits_of_one_process_with_the_same_cuts():
@@ -91,6 +94,17 @@ def test_what_calls_with_a_context_refuse(alone):
     ):
         with pytest.raises(ps.InvalidArgument, match=message):
             ps.linear_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.jacfwd, torch.func.jacrev])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_transforms_are_refused(alone, name, transform):
+    """They would leave out what other ranks contribute."""
+    case = Call(name, (9,), None, True, True, torch.float32)
+    tensors, context = drawn(case.case), ps.distributed.ContextParallel(alone, tokens=9)
+    k = tensors["k"][None] if transform is torch.func.vmap else tensors["k"]
+    with pytest.raises(ps.RangeError, match=rf"{name}: the call must be outside of torch\.func transforms and forward-mode"):
+        transform(lambda k: run(case, tensors | {"k": k}, context=context).output.sum())(k)
 
 
 def test_a_graph_is_used_twice(alone):
