@@ -95,7 +95,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) 
         begin, end = end, end + x.nbytes
         head[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
         parts.append(_content(x))
-    text = json.dumps(head).encode()
+    text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.writelines([len(text).to_bytes(8, "little"), text, *parts])
