@@ -162,6 +162,7 @@ def printed(script, *arguments):
     return done.stdout.splitlines()
 
 
+@pytest.mark.timeout(900)  # 80 s alone
 @pytest.mark.parametrize("step", [5, *slow(1)])
 def test_every_fused_kernel_compiles_for_any_number_of_tokens(step):
     names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "shift", "time_steps")
