@@ -1,10 +1,9 @@
-"""Context parallelism of models: gradients of all ranks beside those of one GPU, and the time of a training step.
+"""Context parallelism of models: losses and gradients of all ranks beside those of one GPU.
 
-    torchrun --nproc-per-node 2 benchmarks/context_parallel_models.py [--models rwkv6 gla mamba2] [--tokens 32768] [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/context_parallel_models.py [--json FILE]
 
-First, small models of every kind, with cuts of batch rows and of packed sequences: losses and gradients, summed over ranks, are compared
-with those of all tokens on one GPU. Then forward and backward passes of ``--layers`` layers of width 2048: ``--tokens`` are those of each
-GPU, "slice alone" is one GPU without a context. Times are medians of the slowest rank.
+Small models of every kind, with cuts of batch rows and of packed sequences: losses and gradients, summed over ranks, are compared with
+those of all tokens on one GPU. ``parallel_training.py`` measures training steps.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from context_parallel import timed
 
 import penstock as ps
 from penstock.layers import GLAConfig, SoftmaxAttentionConfig
@@ -24,7 +22,6 @@ from penstock.layers.chains import Choice, recorded
 from penstock.models import CausalLM, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "num_layers": 2}
-LARGE = {"vocab_size": 4096, "hidden_size": 2048}
 CUTS = [([300, 213], None), ([300, 213], [0, 5, 5, 299, 302, 513]), ([511, 2], [0, 510, 513]), ([0, 513], None), ([513, 0], [0, 513])]
 
 
@@ -77,41 +74,8 @@ def checked(name, config, dtype):
     return worst, forms
 
 
-def large(name, layers):
-    sizes = {**LARGE, "num_layers": layers}
-    made = {"rwkv6": rwkv6, "gla": gla, "mamba2": mamba2, "gla, convolutions": gla}[name](**sizes)
-    return replace(made, mixer=GLAConfig(num_heads=4, conv_size=4)) if name == "gla, convolutions" else made
-
-
-def measured(name, layers, tokens, samples):
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = CausalLM(large(name, layers)).bfloat16()
-    ids = torch.randint(4096, (1, tokens)).cuda()
-    context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=tokens)
-
-    def step(**options):
-        model.zero_grad()
-        model.loss(ids, ids, **options).backward()
-
-    alone, parallel = timed(step, samples), timed(lambda: step(context=context), samples)
-    model.gradient_checkpointing = True
-    torch.cuda.empty_cache()
-    memory = []
-    for options in ({}, {"context": context}):
-        torch.cuda.reset_peak_memory_stats()
-        step(**options)
-        memory.append(torch.cuda.max_memory_allocated() / 2**30)
-    return {"model": name, "layers": layers, "tokens": tokens, "slice alone": alone, "parallel": parallel, "weak": alone / parallel,
-            "peak GiB with checkpoints": memory}  # fmt: skip
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["rwkv6", "gla", "gla, convolutions", "mamba2"])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -123,11 +87,6 @@ def main():
             found.append({"model": name, "dtype": str(dtype), "error": error, "forms": dict(forms)})
             if first:
                 print(json.dumps(found[-1]), flush=True)
-    for name in given.models:
-        found.append(measured(name, given.layers, given.tokens, given.samples))
-        if first:
-            print(json.dumps(found[-1]), flush=True)
-        torch.cuda.empty_cache()
     if given.json and first:
         given.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}, indent=1))
     dist.destroy_process_group()

@@ -44,6 +44,16 @@ def _interpreter():
 
 
 @pytest.fixture
+def alone():
+    """A process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def at_full_speed(monkeypatch):
     """Without the implementations that run under the interpreter here: the contract tests hold those to the oracle."""
     from penstock.call.families import families

@@ -16,6 +16,7 @@ import torch
 
 from . import eager, private, registration, transforms
 from .autocast import cast
+from .declaration import Signature
 from .declared import Declared, P
 from .derivatives import Tensors
 from .dispatch import Explanation
@@ -61,9 +62,7 @@ class Operator(Declared[P]):
             seen = self.recall(function, tensors, options)
             if seen is not None and type(impl) is str:
                 return self.eager(seen, tensors, impl)
-        signature = self.signature(function)
-        check_types(signature, tensors, self.options, options)
-        self.family.check_name(function, impl)
+        signature = self._typed(function, tensors, options, impl)
         if fast:
             return self.eager(self.learn(signature, tensors, options), tensors, impl)
         tensors, options = cast(tensors, self.cast), self.plain(options)
@@ -80,17 +79,19 @@ class Operator(Declared[P]):
                 return self(function, tensors, options, impl), ()
         seen = self.recall(function, tensors, options)
         if seen is None:
-            signature = self.signature(function)
-            check_types(signature, tensors, self.options, options)
-            self.family.check_name(function, impl)
-            seen = self.learn(signature, tensors, options)
+            seen = self.learn(self._typed(function, tensors, options, impl), tensors, options)
         return self.run(self.known(seen, tensors), impl, saved=True, residuals=True)
 
-    def backward(
-        self, function: str, tensors: Tensors, options: Sequence[Any], impl: str, upstream: Upstream
-    ) -> Tensors:  # fmt: skip
+    def backward(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str, upstream: Upstream) -> Tensors:
         """The gradient of each argument of ``forward``, None if it is not wanted. ``upstream.wanted``: one flag an argument."""
         return eager.gradients(self, function, tensors, options, impl, upstream)
+
+    def _typed(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str) -> Signature:
+        """The signature of a call whose arguments have the types of its schema. Raises for others."""
+        signature = self.signature(function)
+        check_types(signature, tensors, self.options, options)
+        self.family.check_name(function, impl)
+        return signature
 
     def eager(self, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
         """The results of a cached call, differentiable if an argument requires gradients."""

@@ -57,14 +57,9 @@ def check_context(complaints: Complaints, context: object, x: Tensor, cu_seqlens
         complaints.add(DtypeError, "context", "a ContextParallel or None", described(context), "See penstock.distributed.")
         return
     B, T = x.shape[:2]
-    if cu_seqlens is not None:
-        remedy = "Give the context the offsets of the whole token axis."
-        complaints.add(RangeError, "cu_seqlens", "None with a context", described(cu_seqlens), remedy)
     if context.offsets is not None and B != 1:
         complaints.add(ShapeError, "B", "1 with cu_seqlens", B, "Pack all sequences along the token axis.")
-    if context.tokens != T:
-        rule = f"of the context's {context.tokens} tokens on rank {context.rank}"
-        complaints.add(ShapeError, name, rule, T, "Make a context for each batch.")
+    context.check(complaints, name, T, cu_seqlens)
 
 
 def _is_tensor(value: object, name: str, complaints: Complaints) -> TypeGuard[Tensor]:

@@ -103,7 +103,7 @@ class Door:
             await self._check(request)
         if self._closing:
             raise shutting_down()
-        if guarded:  # of others no body is read, so nobody without a key fills the memory of the door
+        if guarded:  # bodies of other paths, which need no key, are not read: they could fill the memory
             most = self._limits.state_bytes if path == STATES else self._limits.body_bytes
             body = await read_body(request, most, self._limits.body_seconds)
         await Passage(self, scope, body).run(receive, send)

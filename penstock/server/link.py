@@ -1,7 +1,7 @@
 """One HTTP request between the door and a replica: frames over a TCP connection of its own.
 
 A frame is its kind, its length and its content, which is JSON or bytes of a body. TCP tells at once when the other side has ended, and
-holds back a side that writes faster than the other one reads. Data that waits is read together; nobody waits for more of it.
+holds back a side that writes faster than the other one reads. Data that is waiting is read together, without waiting for more.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Link(asyncio.Protocol):
         self._writing.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let everybody go on who waits."""
+        """Wake all tasks that wait."""
         self.ended = True
         self._reading.set()
         self._writing.set()

@@ -90,7 +90,7 @@ class Answering:
                     self._claims.answered(json.loads(content))
                 else:
                     break
-        self._claims.answered(arguments(shutting_down()))  # nobody reads the answer
+        self._claims.answered(arguments(shutting_down()))  # a reserve() that waits must return
         while True:
             await self._received.put({"type": "http.disconnect"})
 

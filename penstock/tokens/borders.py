@@ -50,14 +50,7 @@ def entering(context: ContextParallel, x: Tensor, tails: Tensor) -> Tensor:
 
 def ending(context: ContextParallel, x: Tensor) -> Tensor:
     """The rows of all sequences [N,...], on every rank, from the ranks on which they end: x [n,...] of the sequences of this slice."""
-    own, count, start = context.slice.sequences, x.shape[0], 0
-    if context.offsets is None:
-        last = max((rank for rank, one in enumerate(context.slices) if one.begin < one.end), default=0)
-        N, kept = count, count if context.rank == last else 0
-    else:
-        N, start, kept = len(context.offsets) - 1, own.start, len(own) - context.slice.leaves
-    before, after = (x.new_zeros(rows, *x.shape[1:]) for rows in (start, N - start - kept))
-    return _summed(torch.cat([before, x[:kept], after]), context)
+    return _summed(context.of_ended(x), context)
 
 
 def whole(context: ContextParallel, x: Tensor) -> Tensor:

@@ -180,18 +180,21 @@ class ContextParallel:
             final = self.finals(passes, final) if wanted else final
         return output, final if wanted else None
 
+    def check(self, complaints: Complaints, name: str, tokens: int | None, cu_seqlens: object) -> None:
+        """Check that an argument of this name, if it has tokens, has those of this rank, and that there are no other offsets."""
+        if cu_seqlens is not None:
+            remedy = "Give the context the offsets of the whole token axis."
+            complaints.add(RangeError, "cu_seqlens", "None with a context", described(cu_seqlens), remedy)
+        if tokens not in (None, self.tokens):
+            rule = f"of the context's {self.tokens} tokens on rank {self.rank}"
+            complaints.add(ShapeError, name, rule, tokens, "Make a context for each batch.")
+
     def _check(self, function: str, tensors: Tensors) -> None:
         q, v, state, complaints = tensors[0], tensors[2], tensors[-1], Complaints(function)
         if not torch.compiler.is_compiling() and private.transforming():
             rule = "outside of torch.func transforms and forward-mode differentiation"
             complaints.add(RangeError, "the call", rule, "one inside", "They cannot follow the exchange with other ranks.")
-        if tensors[-2] is not None:
-            complaints.add(
-                RangeError, "cu_seqlens", "None with a context", "a tensor", "Give the context the offsets of the whole token axis."
-            )
-        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.tokens:
-            rule = f"of the context's {self.tokens} tokens on rank {self.rank}"
-            complaints.add(ShapeError, "q", rule, q.shape[1], "Make a context for each batch.")
+        self.check(complaints, "q", q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else None, tensors[-2])
         if isinstance(state, Tensor) and isinstance(v, Tensor) and v.dim() == 4 and isinstance(q, Tensor) and q.dim() == 4:
             N = v.shape[0] if self.offsets is None else len(self.offsets) - 1
             wanted = [N, v.shape[2], q.shape[3], v.shape[3]]
@@ -218,9 +221,20 @@ class ContextParallel:
 
     def finals(self, passes: Passes, final: Tensor) -> Tensor:
         """The final states of all sequences, on every rank."""
+        return summed(passes.function, self.of_ended(final), self.group)
+
+    def of_ended(self, x: Tensor) -> Tensor:
+        """The rows of the sequences that end on this rank, among 0 for all others: [N,...] from x [n,...] of those of this slice.
+
+        The sum over ranks has the rows of all sequences. It is a function of x for autograd, also without any row of x.
+        """
         if self.offsets is None:
-            return self._of_last(passes, final)
-        return self._everywhere(passes, final, len(self.offsets) - 1)
+            N, start, kept = x.shape[0], 0, x.shape[0] if self.rank == self._last() else 0
+        else:
+            own = self.slice.sequences
+            N, start, kept = len(self.offsets) - 1, own.start, len(own) - self.slice.leaves
+        before, after = (x.new_zeros(rows, *x.shape[1:]) for rows in (start, N - start - kept))
+        return torch.cat([before, x[:kept], after])
 
     def of_given(self, given: Tensor, d_states: Tensor | None) -> Tensor:
         """The gradient of the given initial states as far as it comes from this rank, from that of the states of its call."""
@@ -307,19 +321,6 @@ class ContextParallel:
     def _last(self) -> int:
         """The rank on which batch rows end."""
         return max((rank for rank, one in enumerate(self.slices) if one.begin < one.end), default=0)
-
-    def _of_last(self, passes: Passes, final: Tensor) -> Tensor:
-        """The final states of batch rows, from the rank on which they end."""
-        final = final.clone()
-        exchange(passes.function, dist.broadcast, final, dist.get_global_rank(self.group, self._last()), group=self.group)
-        return final
-
-    def _everywhere(self, passes: Passes, final: Tensor, N: int) -> Tensor:
-        """The final states of all packed sequences, from the ranks on which they end."""
-        whole, own = final.new_zeros(N, *final.shape[1:]), self.slice.sequences
-        count = len(own) - self.slice.leaves
-        whole[own.start : own.start + count] = final[:count]
-        return summed(passes.function, whole, self.group)
 
 
 def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:

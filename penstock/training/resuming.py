@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..errors import Complaints, RangeError
 from ..models import Config, load
+from ..models.checkpoints.distributed import METADATA
 from .settings import FUNCTION, Training
-from .shards import FOLDER, METADATA
+from .shards import FOLDER
 
 STATE = "trainer_state.json"
 """The file that the Trainer writes last to a checkpoint. Without it, the writing was interrupted."""

@@ -10,11 +10,10 @@ import torch
 from torch import distributed
 
 from ..models import CausalLM
+from ..models.checkpoints.distributed import METADATA
 
 FOLDER = "shards"
 """The folder of a checkpoint with the parts of its model and optimizer."""
-METADATA = ".metadata"
-"""The file that is written last."""
 
 
 def is_sharded(checkpoint: Path) -> bool:

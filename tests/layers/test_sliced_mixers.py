@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from architectures import MIXERS
 from ranks import spawned
 from sampling import every, slow
@@ -21,14 +20,6 @@ def test_ranks_equal_one_process(sizes):
     ranks, each = sizes
     pairs = pairs_of_cuts(ranks, each * len(EVERY))
     spawned(mixers_alike, ranks, [(config, *pair) for n, config in enumerate(EVERY) for pair in pairs[n * each : (n + 1) * each]])
-
-
-@pytest.fixture
-def alone():
-    """A group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_what_calls_with_a_context_refuse(alone):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from architectures import ARCHITECTURES, model_of
 from ranks import spawned
 from sampling import slow
@@ -20,20 +19,16 @@ def test_ranks_equal_one_process(names):
     spawned(transformers_alike, 3, [(name, cut) for n, name in enumerate(names) for cut in every[n * each : (n + 1) * each]])
 
 
-def test_what_calls_with_a_context_refuse():
+def test_what_calls_with_a_context_refuse(alone):
     from penstock.models.huggingface import PenstockForCausalLM
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, ids = PenstockForCausalLM.of(model_of("rwkv6")), torch.randint(13, (2, 9))
-        context, mask = ps.distributed.ContextParallel(dist.group.WORLD, tokens=9), torch.ones(2, 9)
-        model(ids, attention_mask=mask, labels=ids, context=context)
-        mask[0, 0] = 0
-        with pytest.raises(ps.RangeError, match="attention_mask must be 1 for all tokens with a context, got padding"):
-            model(ids, attention_mask=mask, context=context)
-        with pytest.raises(ps.RangeError, match="position_ids must be those of one sequence a row with a context, got packed sequences"):
-            model.model(ids, position_ids=torch.arange(9).expand(2, 9) % 5, context=context)
-        with pytest.raises(ps.ShapeError, match=r"ids must be of the context's 9 tokens on rank 0, got 8\. Make a context for each batch"):
-            model(ids[:, :8], context=context)
-    finally:
-        dist.destroy_process_group()
+    model, ids = PenstockForCausalLM.of(model_of("rwkv6")), torch.randint(13, (2, 9))
+    context, mask = ps.distributed.ContextParallel(alone, tokens=9), torch.ones(2, 9)
+    model(ids, attention_mask=mask, labels=ids, context=context)
+    mask[0, 0] = 0
+    with pytest.raises(ps.RangeError, match="attention_mask must be 1 for all tokens with a context, got padding"):
+        model(ids, attention_mask=mask, context=context)
+    with pytest.raises(ps.RangeError, match="position_ids must be those of one sequence a row with a context, got packed sequences"):
+        model.model(ids, position_ids=torch.arange(9).expand(2, 9) % 5, context=context)
+    with pytest.raises(ps.ShapeError, match=r"ids must be of the context's 9 tokens on rank 0, got 8\. Make a context for each batch"):
+        model(ids[:, :8], context=context)

@@ -52,6 +52,12 @@ class Call(NamedTuple):
         return name in OVER_TOKENS or (name == "g" and "T" in VARIANTS[self.variant].decay)
 
 
+def pieces(rng: random.Random, total: int, most: int) -> tuple[int, ...]:
+    """Lengths of fewer than ``most`` + 1 packed sequences of all tokens, some of them empty."""
+    ends = sorted(rng.randrange(total + 1) for _ in range(rng.randrange(most)))
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends, total]))
+
+
 def calls(ranks: int, count: int) -> list[Call]:
     """Random cuts, some of them empty, batch rows and packed sequences, every variant."""
     rng, found = random.Random(ranks), []
@@ -59,8 +65,7 @@ def calls(ranks: int, count: int) -> list[Call]:
         lengths = tuple(rng.choice((0, 1, 5, 40, 64, 70)) for _ in range(ranks))
         total, packed = sum(lengths), None
         if n % 3:
-            cuts = sorted(rng.randrange(total + 1) for _ in range(rng.randrange(6)))
-            packed = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total]))
+            packed = pieces(rng, total, 6)
         gate = rng.choice(("logsigmoid/16", "zero", "mixture"))
         found.append(Call(list(VARIANTS)[n % len(VARIANTS)], lengths, packed, n % 2 == 0, n % 4 < 2, gate=gate))
     return found

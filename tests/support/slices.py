@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from architectures import flat, model_of, randomised
+from ranks import pieces
 from torch import Tensor, nn
 
 import penstock as ps
@@ -47,8 +48,7 @@ def cuts(ranks: int, count: int, seed: int = 0) -> list[Cut]:
         lengths = tuple(rng.choice((0, 1, 2, 3, 7, 12)) for _ in range(ranks))
         total, packed = sum(lengths), None
         if n % 3:
-            ends = sorted(rng.randrange(total + 1) for _ in range(rng.randrange(5)))
-            packed = tuple(b - a for a, b in zip([0, *ends], [*ends, total]))
+            packed = pieces(rng, total, 5)
         found.append(Cut(lengths, packed))
     return found
 

@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import draw as drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,14 +49,6 @@ def test_two_ranks_equal_one_process_carry_nan_and_report_a_lost_rank():
 
 def test_outputs_have_the_bits_of_one_process_with_the_same_cuts():
     spawned(same_bits, 3, [Call(name, (70, 3, 64), None, True, False, torch.float32) for name in VARIANTS])
-
-
-@pytest.fixture
-def alone():
-    """A group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_one_rank_is_a_plain_call(alone):
