@@ -3,9 +3,9 @@
     python benchmarks/replicas.py [--model PATH] [--replicas 1 --replicas 2] [--device cuda] [--clients 1 --clients 32] [--json FILE]
 
 ``--clients`` is for each replica: two replicas have twice as many clients, and so twice as many requests. Each case is a server of its own,
-which ``penstock bench-serve`` loads. On GPUs, each replica has one. On a CPU each has ``--threads`` (1), and so has the process without Ray.
-Without ``--model``, the model is an RWKV-6 of random weights with bytes as tokens, of ``--layers`` and
-``--hidden``. Run it on an idle machine: cases are compared within one run only.
+which ``penstock bench-serve`` loads. On GPUs, each replica has one. On a CPU each has ``--threads`` (1), and so has the process without
+Ray. Without ``--model``, the model is an RWKV-6 of random weights with bytes as tokens, of ``--layers`` and ``--hidden``. Run it on an
+idle machine: cases are compared within one run only.
 """
 
 import argparse

@@ -191,12 +191,15 @@ class Passage:
         self._caller = current()
         self._reserved = self._completions = 0
         self._begun = self._events = self._whole = False
+        self._replica: Known | None = None
+        """Has this request. None as soon as it has sent the last data: a client's next request may come before the frame after it."""
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Pass it on, and its answer back. A client that disconnects ends it."""
         caller, headers = self._caller, Headers(scope=self._scope)
         replica, link = await self._door.connect(conversation(caller.key.name, headers, self._body))
         replica.open += 1
+        self._replica = replica
         self._door.running.add(link)
         ending = asyncio.ensure_future(self._answer(replica, link, send))
         watching = asyncio.ensure_future(disconnect(receive))
@@ -216,11 +219,17 @@ class Passage:
             await asyncio.gather(ending, watching, return_exceptions=True)
             link.close()
             self._door.running.discard(link)
-            replica.open -= 1
+            self._leave()
             caller.key.quota.give_back(self._reserved)
-            self._door.leave(caller.share[0], self._completions)
         if not ending.cancelled():
             ending.result()
+
+    def _leave(self) -> None:
+        """Give back the slot and the place in the queue, once."""
+        if self._replica is not None:
+            self._replica.open -= 1
+            self._replica = None
+            self._door.leave(self._caller.share[0], self._completions)
 
     def _head(self, headers: Headers) -> dict[str, Any]:
         scope, caller = self._scope, self._caller
@@ -237,6 +246,8 @@ class Passage:
                 kind, content = await link.get()
                 if kind in (Kind.DATA, Kind.LAST):
                     self._whole = kind is Kind.LAST
+                    if self._whole:
+                        self._leave()
                     await send({"type": "http.response.body", "body": content, "more_body": not self._whole})
                 elif kind is Kind.START:
                     await self._start(send, json.loads(content))

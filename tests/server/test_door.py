@@ -258,6 +258,24 @@ def test_a_disconnect_frees_the_slots(live):
     live.settles()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_whole_answer_frees_its_slot(live, monkeypatch, streams):
+    get = Link.get
+
+    async def late(link):
+        kind, content = await get(link)
+        if kind is Kind.END:
+            await asyncio.sleep(0.5)
+        return kind, content
+
+    monkeypatch.setattr(Link, "get", late)
+    assert live.post({**SHORT, "stream": streams}).status_code == 200
+    assert live.door.running  # what the request used is not counted yet
+    assert not live.door._completions
+    assert [one.open for one in live.door._replicas.values()] == [0, 0]
+    live.settles()
+
+
 def test_the_end_drains(live):
     with live.stream(LONG) as (_, lines):
         next(lines)
