@@ -115,11 +115,18 @@ class Door:
             link.cancel()
 
     async def connect(self, talk: bytes | None) -> tuple[Known, Link]:
-        """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused."""
+        """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused.
+
+        The request is counted before its link is made: others that come meanwhile see its slot taken.
+        """
         for one in ranked(list(self._replicas.values()), talk):
+            one.open += 1
             try:
                 link = await asyncio.wait_for(Link.connect(one.address, self._secret), CONNECT_SECONDS)
-            except (OSError, asyncio.TimeoutError) as error:
+            except BaseException as error:
+                one.open -= 1
+                if not isinstance(error, OSError | asyncio.TimeoutError):
+                    raise
                 if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                     raise retryable("too_many_connections", "requests must be as many as open files allow, got more") from error
                 self.lose(one)
@@ -198,7 +205,6 @@ class Passage:
         """Pass it on, and its answer back. A client that disconnects ends it."""
         caller, headers = self._caller, Headers(scope=self._scope)
         replica, link = await self._door.connect(conversation(caller.key.name, headers, self._body))
-        replica.open += 1
         self._replica = replica
         self._door.running.add(link)
         ending = asyncio.ensure_future(self._answer(replica, link, send))

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -255,6 +256,21 @@ def test_a_full_queue_takes_no_tokens(live):
 def test_a_disconnect_frees_the_slots(live):
     with live.stream(LONG) as (_, lines):
         next(lines)
+    live.settles()
+
+
+def test_requests_that_come_together_spread_over_free_slots(live, monkeypatch):
+    connect = Link.connect
+
+    async def late(address, secret):
+        await asyncio.sleep(0.2)
+        return await connect(address, secret)
+
+    monkeypatch.setattr(Link, "connect", late)
+    with ThreadPoolExecutor(4) as threads, ExitStack() as left:
+        for found in [threads.submit(lambda: left.enter_context(live.stream(LONG))) for _ in range(4)]:
+            assert found.result()[0].status_code == 200
+        assert [one.open for one in live.door._replicas.values()] == [2, 2]
     live.settles()
 
 
