@@ -27,6 +27,12 @@ def _draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates
     return samples.draw(variant, sizes, random, gates)
 
 
+def _loop(variant: str, x: Mapping[str, Tensor], scale: float, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    from . import samples
+
+    return samples.token_loop(variant, x, scale, state)
+
+
 def _step(variant: str, *given: Tensor | None, state: Tensor, impl: str) -> Tensor:
     q, k, v, g, beta, a, b = given[:7]
     options: dict[str, Any] = {"state": state, "impl": impl}
@@ -60,5 +66,6 @@ register(
         {"advance": functional.advance, "decode_step": functional.decode_step},
         _draw,
         _step,
+        _loop,
     )
 )
