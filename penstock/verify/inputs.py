@@ -70,11 +70,9 @@ class Inputs:
 
     @cached_property
     def _call(self) -> Callable[..., Any]:
-        """The public function with these tensors. One that it may derive is given by name."""
-        derived = {one.name: one.public for one in self.signature.arguments if one.derived}
-        given = [x for name, x in self.tensors.items() if name not in derived]
-        named = {derived[name]: x for name, x in self.tensors.items() if name in derived}
-        return partial(self.family.functions[self.variant], *given, **named)
+        """The public function with these tensors, by name."""
+        public = {one.name: one.public for one in self.signature.arguments}
+        return partial(self.family.functions[self.variant], **{public[name]: x for name, x in self.tensors.items()})
 
     def run(self, impl: str) -> Tensor:
         """Call the variant's public function; return its output."""
@@ -98,14 +96,14 @@ class Inputs:
         """The problem that implementations get for this call."""
         trial = self.family.trials[0]
         tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "initial_state": initial_state})
-        return trial.operator.checked(self.variant, tensors, (None, False, True))
+        return trial.operator.checked(self.variant, tensors, trial.options)
 
     def in_place(self, pool: Tensor, slots: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         """The problem that implementations get for an update of rows of a pool by these tokens."""
         trial = next(trial for trial in self.family.trials if trial.operator.in_place)
         function = next(one.function for one in trial.operator.signatures.values() if one.about is self.signature.about)
         tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "slots": slots, "state": pool})
-        return trial.operator.checked(function, tensors, (None,))
+        return trial.operator.checked(function, tensors, trial.options)
 
     def first(self, tokens: int) -> Inputs:
         """The first tokens of every sequence."""
