@@ -16,7 +16,7 @@
  * register and SUFFIX appended to names. */
 #include "walk.h"
 
-#define BACKWARD_BLOCK 4096 /* floats of state in a block of columns: CHUNK states of them fit a 512 KiB second-level cache */
+#define BACKWARD_BLOCK 8192 /* floats of state in a block of columns: CHUNK states of them are 512 KiB, a second-level cache */
 #define SPAN_FLOATS 2097152 /* of states before the chunks of a span; longer sequences have spans of about the square root of their chunks */
 
 /* A thread's memory. Blocks of columns of the state are tiles [K, columns], one after another. */
