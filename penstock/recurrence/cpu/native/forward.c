@@ -12,21 +12,6 @@
 
 #define FORWARD_BLOCK 16384 /* floats of state that stay in the second-level cache; each group of tokens touches each once */
 
-/* Cache lines to prefetch. Rows of one head are H rows apart, a page or more: too far for the hardware prefetcher. Prefetches are
- * interleaved with the arithmetic, because a burst fills the few line-fill buffers and stalls. */
-typedef struct { const char *line[256]; int64_t count, next; } wanted;
-
-INLINE void want_token(wanted *f, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
-    if (t >= s->length || !x->data) return;
-    int64_t size = x->dtype == FLOAT32 ? 4 : x->dtype == FLOAT64 ? 8 : 2;
-    const char *row = (const char *)x->data + (at(x, s, t, h) + column * x->stride[3]) * size;
-    for (int64_t byte = 0; byte < n * size && f->count < 256; byte += 64) f->line[f->count++] = row + byte;
-}
-
-INLINE void prefetch_one(wanted *f) {
-    if (f->next < f->count) __builtin_prefetch(f->line[f->next++]);
-}
-
 /* Tokens t to t + count of one head. */
 static wanted want_tokens(const problem *p, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t column, int64_t columns) {
     wanted f;
@@ -38,12 +23,6 @@ static wanted want_tokens(const problem *p, const sequence *s, int64_t h, int64_
         if (!p->constant_decay) want_token(&f, &p->g, s, t, h, 0, p->K);
     }
     return f;
-}
-
-/* A state block that can be read and written in place; data is NULL if it needs a copy. */
-static inline tile in_place(const tensor *x, int64_t n, int64_t h, int64_t column, int64_t columns) {
-    if (!x->data || x->dtype != FLOAT32 || x->stride[3] != 1 || columns % LANES) return (tile){NULL, 0};
-    return (tile){(float *)x->data + offset(x, n, h, 0) + column, x->stride[2]};
 }
 
 /* Factors of the state's rows: S becomes S a + (S & keep). a = 1 while decays are pending and a = exp(sum) where they are applied, with

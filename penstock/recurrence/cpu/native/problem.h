@@ -3,9 +3,9 @@
 #define PENSTOCK_PROBLEM_H
 
 #include "decay.h"
+#include "sequences.h"
 
 #define CHUNK 16 /* tokens loaded at once; also the distance of checkpoints in the backward pass */
-#define PIECE 64 /* tokens of an update in place between roundings of the state, as in tokens/pieces.py; a multiple of CHUNK */
 
 typedef struct {
     tensor q, k, v, g, u, initial_state, output, final_state;          /* [B,T,H,*], u [H,K], states [N,H,K,V] */
@@ -22,66 +22,7 @@ typedef struct {
     int64_t out_of_memory;                                             /* set if a thread could not allocate its scratch */
 } problem;
 
-/* One sequence: its length and where token 0 lies in each tensor (the last token if time is reversed). */
-typedef struct { int64_t row, first, length, direction; } sequence;
-
-static inline sequence find_sequence(const problem *p, int64_t n) {
-    int64_t row = p->cu_seqlens ? 0 : n;
-    int64_t begin = p->cu_seqlens ? p->cu_seqlens[n] : 0, end = p->cu_seqlens ? p->cu_seqlens[n + 1] : p->T;
-    return (sequence){row, p->reverse ? end - 1 : begin, end - begin, p->reverse ? -1 : 1};
-}
-
-INLINE int64_t at(const tensor *x, const sequence *s, int64_t t, int64_t h) {
-    return offset(x, s->row, s->first + t * s->direction, h);
-}
-
-static inline void load_token(float *to, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
-    load_row(to, x, at(x, s, t, h) + column * x->stride[3], x->stride[3], n);
-}
-
-static inline void store_token(const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, const float *from, int64_t n) {
-    store_row(x, at(x, s, t, h) + column * x->stride[3], x->stride[3], from, n);
-}
-
-/* Rows of K state vectors, `row` floats apart, each padded to whole vectors. */
-typedef struct { float *data; int64_t row; } tile;
-
-static inline void load_state(tile S, const tensor *x, int64_t n, int64_t h, int64_t K, int64_t column, int64_t columns) {
-    for (int64_t d = 0; d < K; d++)
-        if (x->data) load_row(S.data + d * S.row, x, offset(x, n, h, d) + column * x->stride[3], x->stride[3], columns);
-        else memset(S.data + d * S.row, 0, (size_t)padded(columns) * 4);
-}
-
-static inline void store_state(const tensor *x, int64_t n, int64_t h, int64_t K, int64_t column, int64_t columns, tile S) {
-    for (int64_t d = 0; x->data && d < K; d++)
-        store_row(x, offset(x, n, h, d) + column * x->stride[3], x->stride[3], S.data + d * S.row, columns);
-}
-
-/* Columns of the states in a block of this many floats. */
-static inline int64_t block_columns(int64_t K, int64_t V, int64_t floats) {
-    int64_t columns = floats / K / LANES * LANES;
-    return columns < LANES ? LANES : columns > padded(V) ? padded(V) : columns;
-}
-
-#define STAGGER 16 /* floats after arrays of rows: 4096 bytes apart, the rows of a token would contend for one set of the L1 cache */
-
-INLINE float *take(float **scratch, int64_t n) { float *p = *scratch; *scratch += n; return p; }
-
-static inline unsigned flush_denormals(void) { /* subnormal numbers of a decaying state would be slow */
-#ifdef __x86_64__
-    unsigned old = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(old | 0x8040);
-    return old;
-#else
-    return 0;
-#endif
-}
-
-static inline void restore_denormals(unsigned old) {
-#ifdef __x86_64__
-    __builtin_ia32_ldmxcsr(old);
-#endif
-}
+static inline sequence find_sequence(const problem *p, int64_t n) { return sequence_of(p->cu_seqlens, p->T, p->reverse != 0, n); }
 
 /* The rows of one chunk, float32: q (scaled), k and g [CHUNK, Kp] and, per block of columns, v and d_out [CHUNK, columns]. */
 typedef struct { float *q, *k, *g, *v, *d_out; } chunk_rows;
