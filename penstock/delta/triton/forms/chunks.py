@@ -1,0 +1,84 @@
+"""The plain chunk kernels: every row of the table, on every GPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ....gpu.plan import Plan, Size
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import CHANNEL, C, Call, Forward
+from ..portable import prepare, walk
+
+WIDEST = 128
+"""Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
+
+
+def refuses(call: Call) -> str | None:
+    """All key channels of a head are one tile."""
+    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else None
+
+
+def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:
+    """Add the memory of tiles that do not depend on states, and the launch that computes them."""
+    slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
+    channel, two = call.decay == CHANNEL, call.streams == 2
+    levels, anchors = call.levels
+    b = call.config("prepare")
+
+    def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
+        return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
+
+    plan.launch(
+        prepare.penstock_delta_prepare, call.programs(slots, 1),
+        ("q", "k", "g", "beta", *call.streamed, memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
+         memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel),
+         memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
+         memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
+        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
+        K=call.K, BK=BK, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
+        PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
+
+
+def present(plan: Plan, *names: str) -> tuple[str, ...]:
+    """Names of memory; "q" as a dummy for what the plan does not have."""
+    return tuple([name if name in plan.memory else "q" for name in names])
+
+
+TILES = ("ap", "bt", "qr", "ar", "kr", "late", "total")
+
+
+def walked(
+    plan: Plan, call: Call, programs: Size, initial: str | None, steps: tuple[int, ...], output: str | None, final: str, keep: bool,
+    piece: int = 0, slots: str = "", fused: bool = True,
+) -> None:  # fmt: skip
+    """Add the launch of the walk forward in time; with ``keep``, the memory of what the backward pass reads."""
+    b, H, K, V = call.config("walk"), call.H, call.K, call.V
+    x = states = "q"
+    if keep:
+        x = plan.empty("x", call.chunks(C), H, C, V, dtype=call.tile)
+        states = plan.empty("chunk_states", call.chunks(C), H, K, V, dtype=call.tile)
+    plan.launch(
+        walk.penstock_delta_walk, call.programs(programs, math.ceil(V / b.BV)),
+        ("q", "k", "v", "g", "beta", *present(plan, *TILES), initial or final, output or "q", final, x, states, "cu_seqlens", slots or "q"),
+        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta"), *steps), b.warps, fused=fused,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, INITIAL=initial is not None, OUTPUT=output is not None,
+        KEEP=keep, PACKED=call.packed, PIECE=piece, SLOTS=bool(slots), PRECISION=call.precision, STAGES=b.stages,
+    )  # fmt: skip
+
+
+def start(call: Call) -> tuple[str | None, tuple[int, ...]]:
+    """The initial state's name and strides."""
+    state = call.p.initial_state
+    return (None, (0, 0, 0, 0)) if state is None else ("initial_state", state.stride())
+
+
+def _forward(call: Forward) -> Plan:
+    plan = Plan()
+    output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
+    final = plan.empty("final_state", sequences, call.H, call.K, call.V)
+    prepared(plan, call)
+    walked(plan, call, sequences, *start(call), output, final, keep=False)
+    return plan
