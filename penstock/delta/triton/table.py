@@ -16,6 +16,8 @@ class KernelConfig(NamedTuple):
     warps: int
     BV: int = 64
     """Value channels per program."""
+    BJ: int = 64
+    """Key channels that are in registers at once, of kernels whose programs take all of them in turn."""
     stages: int = 1
     """Of the software pipeline."""
 

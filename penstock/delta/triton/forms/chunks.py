@@ -37,7 +37,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
          memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
          memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        K=call.K, BK=BK, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
+        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
         PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
 

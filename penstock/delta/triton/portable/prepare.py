@@ -38,27 +38,92 @@ SUBCHUNK = tl.constexpr(16)  # tokens of a block that is solved by substitution
 
 
 @triton.jit
-def scaled(matrix, f, r, live, j, K: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr):
-    """A tile of a matrix times its factors, as the operand of a product: [C,BK]."""
+def channels(matrix, r, live, j, K: tl.constexpr, BJ: tl.constexpr):
+    """The columns j of a matrix's rows, float32: [C,BJ]."""
     x, x_t, x_k = matrix
-    return (tile(x, r, live, x_t, j, x_k, K, BK).to(tl.float32) * f).to(OPERAND)
+    return tile(x, r, live, x_t, j, x_k, K, BJ).to(tl.float32)
 
 
 @triton.jit
-def store_pairs(pairs, late, rows, columns, factors, mask, at, r, live, j, scale, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-                STREAMS: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """Store the pairs under a mask: of q and a with b in ``pairs`` [2,C,C], with k in ``late`` [2,C,C]."""
-    query, removal, key = factors
-    sign: tl.constexpr = -1.0 if STREAMS == 1 else 1.0
-    b = tl.trans(scaled(columns[0], key, r, live, j, K, BK, OPERAND))
-    q = scaled(rows[0], query, r, live, j, K, BK, OPERAND)
-    tl.store(pairs + at, product(q, b, PRECISION) * scale, mask=mask)
-    a = scaled(rows[1], removal, r, live, j, K, BK, OPERAND)
-    tl.store(pairs + C * C + at, product(a, b, PRECISION) * sign, mask=mask)
+def store_pairs(
+    queries, removals, writes, keys, gates, level, pairs, late, at, i, live, scale,
+    K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Store the pairs of a level: of q and a with b in ``pairs`` [2,C,C], with k in ``late`` [2,C,C]."""
+    g, g_t, g_k = gates
+    qb = tl.zeros((C, C), tl.float32)
+    ab = tl.zeros((C, C), tl.float32)
+    qk = tl.zeros((C, C), tl.float32)
+    ak = tl.zeros((C, C), tl.float32)
+    for first in tl.range(0, BK, BJ, num_stages=1):
+        j = first + tl.arange(0, BJ)
+        d = decays(g, i, live, g_t, j, g_k, K, BJ)
+        query, removal, key = factors_of_level(d, i, level, C, LEVELS, AFTER, PRECISION)
+        q = (channels(queries, i, live, j, K, BJ) * query).to(OPERAND)
+        a = (channels(removals, i, live, j, K, BJ) * removal).to(OPERAND)
+        b = tl.trans((channels(writes, i, live, j, K, BJ) * key).to(OPERAND))
+        qb += product(q, b, PRECISION)
+        ab += product(a, b, PRECISION)
+        if STREAMS == 2:
+            k = tl.trans((channels(keys, i, live, j, K, BJ) * key).to(OPERAND))
+            qk += product(q, k, PRECISION)
+            ak += product(a, k, PRECISION)
+    mask = pairs_of_level(i, level, C, LEVELS)
+    tl.store(pairs + at, qb * scale, mask=mask)
+    tl.store(pairs + C * C + at, ab * (-1.0 if STREAMS == 1 else 1.0), mask=mask)
     if STREAMS == 2:
-        k = tl.trans(scaled(columns[1], key, r, live, j, K, BK, OPERAND))
-        tl.store(late + at, (product(q, k, PRECISION) * scale).to(late.dtype.element_ty), mask=mask)
-        tl.store(late + C * C + at, product(a, k, PRECISION).to(late.dtype.element_ty), mask=mask)
+        tl.store(late + at, (qk * scale).to(late.dtype.element_ty), mask=mask)
+        tl.store(late + C * C + at, ak.to(late.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_state_factors(
+    queries, removals, keys, gates, qr, ar, kr, total, j, i, live, scale,
+    K: tl.constexpr, BJ: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the columns j of Qr, Ar, Kr (pointers [C,BJ]) and of the decay of the chunk (pointers [BJ])."""
+    g, g_t, g_k = gates
+    d = decays(g, i, live, g_t, j, g_k, K, BJ)
+    G = sums(ordered(i, INCLUSIVE), d, PRECISION)
+    tl.store(qr, (channels(queries, i, live, j, K, BJ) * scale * tl.exp2(G)).to(qr.dtype.element_ty))
+    if not AFTER:
+        G = sums(ordered(i, EXCLUSIVE), d, PRECISION)
+    removal = channels(removals, i, live, j, K, BJ) * (-1.0 if STREAMS == 1 else 1.0)
+    tl.store(ar, (removal * tl.exp2(G)).to(ar.dtype.element_ty))
+    if STREAMS == 2:
+        rest = tl.exp2(sums(ordered(i, LATER), d, PRECISION))
+        tl.store(kr, (channels(keys, i, live, j, K, BJ) * rest).to(kr.dtype.element_ty))
+    tl.store(total, tl.exp2(tl.sum(d, 0)))
+
+
+@triton.jit
+def own_pairs(queries, writes, i, live, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr):
+    """q_t . b_t of every token [C]."""
+    own = tl.zeros((C,), tl.float32)
+    for first in tl.range(0, BK, BJ, num_stages=1):
+        j = first + tl.arange(0, BJ)
+        own += tl.sum(channels(queries, i, live, j, K, BJ) * channels(writes, i, live, j, K, BJ), 1)
+    return own
+
+
+@triton.jit
+def store_scalar_pairs(
+    queries, removals, between, pairs, at, i, live, scale,
+    K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the pairs of q and -k with k in ``pairs`` [2,C,C], from the decays between tokens."""
+    q, q_t, q_k = queries
+    k, k_t, k_k = removals
+    qb = tl.zeros((C, C), tl.float32)
+    ab = tl.zeros((C, C), tl.float32)
+    for first in tl.range(0, BK, BJ, num_stages=1):
+        j = first + tl.arange(0, BJ)
+        b = tile(k, i, live, k_t, j, k_k, K, BJ)
+        qb += product(tile(q, i, live, q_t, j, q_k, K, BJ), tl.trans(b), PRECISION)
+        ab += product(b, tl.trans(b), PRECISION)
+    tl.store(pairs + at, qb * between * scale)
+    tl.store(pairs + C * C + at, -ab * between)
 
 
 @triton.jit
@@ -104,7 +169,7 @@ def solve(pairs, solved, beta, tokens, beta_t, i, C: tl.constexpr, STREAMS: tl.c
 def penstock_delta_prepare(
     q, k, g, beta, a, b, pairs, late, solved, ap, bt, qr, ar, kr, total, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, GATE: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, GATE: tl.constexpr,
     LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """Ap = Aq T and Bt = T^T (b o rest) with T = (I - diag(beta) Aa)^-1, of every chunk.
@@ -114,7 +179,7 @@ def penstock_delta_prepare(
     [slots,H,BK]; with two streams ``kr`` [slots,H,C,BK] and ``late`` (Aq_k, Aa_k) [slots,H,2,C,C]. ``pairs`` (Aq, Aa) [slots,H,2,C,C]. Of
     pairs and late, entries above the diagonal are undefined. Program (chunk, head). Rows of tokens that do not exist are 0.
 
-    LEVELS: dyadic levels. ANCHOR: one anchor in blocks of C >> LEVELS tokens. PIECE: only chunks of C tokens are processed.
+    BJ: key channels that are in registers at once. LEVELS: dyadic levels. ANCHOR: one anchor in blocks of C >> LEVELS tokens. PIECE: only chunks of C tokens are processed.
     """
     tl.static_assert(GATE == CHANNEL or AFTER)
     tl.static_assert(STREAMS == 1 or GATE == CHANNEL)
@@ -133,7 +198,6 @@ def penstock_delta_prepare(
         batch = batch * 0
     row = begin + done
     i = tl.arange(0, C)
-    j = tl.arange(0, BK)
     live = i < tokens
     at = i[:, None] * C + i[None, :]
     share = slot.to(tl.int64) * H + h
@@ -148,44 +212,41 @@ def penstock_delta_prepare(
         late += share * (2 * C * C)
     ap += share * (C * C)
     solved += share * (C * C)
-    tiles = share * (C * BK) + i[:, None] * BK + j[None, :]
+    tiles = share * (C * BK) + i[:, None] * BK
 
+    gates = (g, g_t, g_k)
     if GATE == CHANNEL:
-        d = decays(g, i, live, g_t, j, g_k, K, BK)
         for level in tl.range(LEVELS + ANCHOR, num_stages=1):
-            factors = factors_of_level(d, i, level, C, LEVELS, AFTER, PRECISION)
-            store_pairs(pairs, late, (queries, removals), (writes, keys), factors, pairs_of_level(i, level, C, LEVELS), at, i, live, j,
-                        scale, K, BK, C, STREAMS, PRECISION, OPERAND)  # fmt: skip
-        Q = tile(queries[0], i, live, q_t, j, q_k, K, BK).to(tl.float32) * scale
-        B = tile(writes[0], i, live, b_t, j, b_k, K, BK).to(tl.float32)
-        tl.store(pairs + i * (C + 1), tl.sum(Q * B, 1))
-        G = sums(ordered(i, INCLUSIVE), d, PRECISION)
-        tl.store(qr + tiles, (Q * tl.exp2(G)).to(qr.dtype.element_ty))
+            store_pairs(
+                queries, removals, writes, keys, gates, level, pairs, late, at, i, live, scale, K, BK, BJ, C, STREAMS, AFTER, LEVELS,
+                PRECISION, OPERAND,
+            )  # fmt: skip
+        tl.store(pairs + i * (C + 1), own_pairs(queries, writes, i, live, K, BK, BJ, C) * scale)
         if STREAMS == 2:
-            Kt = tile(keys[0], i, live, k_t, j, k_k, K, BK).to(tl.float32)
-            tl.store(late + i * (C + 1), tl.sum(Q * Kt, 1).to(late.dtype.element_ty))
-        if not AFTER:
-            G = sums(ordered(i, EXCLUSIVE), d, PRECISION)
-        removal = tile(removals[0], i, live, a_t, j, a_k, K, BK).to(tl.float32) * (-1.0 if STREAMS == 1 else 1.0)
-        tl.store(ar + tiles, (removal * tl.exp2(G)).to(ar.dtype.element_ty))
-        rest = tl.exp2(sums(ordered(i, LATER), d, PRECISION))
-        B *= rest
-        if STREAMS == 2:
-            tl.store(kr + tiles, (Kt * rest).to(kr.dtype.element_ty))
-        tl.store(total + share * BK + j, tl.exp2(tl.sum(d, 0)))
+            own = own_pairs(queries, keys, i, live, K, BK, BJ, C) * scale
+            tl.store(late + i * (C + 1), own.to(late.dtype.element_ty))
+        for first in tl.range(0, BK, BJ, num_stages=1):
+            j = first + tl.arange(0, BJ)
+            to = tiles + j[None, :]
+            store_state_factors(
+                queries, removals, keys, gates, qr + to, ar + to, kr + to, total + share * BK + j, j, i, live, scale, K, BJ, STREAMS, AFTER,
+                PRECISION,
+            )  # fmt: skip
     else:
-        between, _, rest, _ = scalar_factors(g, i, live, g_t, GATE == SCALAR)
-        B = tile(writes[0], i, live, b_t, j, b_k, K, BK)
-        Aq = product(tile(queries[0], i, live, q_t, j, q_k, K, BK), tl.trans(B), PRECISION)
-        tl.store(pairs + at, Aq * between * scale)
-        Aa = product(tile(removals[0], i, live, a_t, j, a_k, K, BK), tl.trans(B), PRECISION)
-        tl.store(pairs + C * C + at, -Aa * between)
-        B = B.to(tl.float32) * rest[:, None]
+        between, _read, _rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
+        store_scalar_pairs(queries, removals, between, pairs, at, i, live, scale, K, BK, BJ, C, PRECISION)
     tl.debug_barrier()
 
     E = solve(pairs, solved, beta, tokens, beta_t, i, C, STREAMS, SOLVE)
-    B += product(tl.trans(E), B, SOLVE)
-    tl.store(bt + tiles, B.to(bt.dtype.element_ty))
     Aq = tl.load(pairs + at, mask=ordered(i, INCLUSIVE), other=0.0)
-    Aq += product(Aq, E, SOLVE)
-    tl.store(ap + at, Aq.to(ap.dtype.element_ty))
+    tl.store(ap + at, (Aq + product(Aq, E, SOLVE)).to(ap.dtype.element_ty))
+    Et = tl.trans(E)
+    for first in tl.range(0, BK, BJ, num_stages=1):
+        j = first + tl.arange(0, BJ)
+        B = channels(writes, i, live, j, K, BJ)
+        if GATE == CHANNEL:
+            B *= tl.exp2(sums(ordered(i, LATER), decays(g, i, live, g_t, j, g_k, K, BJ), PRECISION))
+        else:
+            _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
+            B *= rest[:, None]
+        tl.store(bt + tiles + j[None, :], (B + product(Et, B, SOLVE)).to(bt.dtype.element_ty))

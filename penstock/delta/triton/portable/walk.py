@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR
 from ....gpu.tiles import product, rounded, sequence_with_pieces, slot_of, tile, tokens_of
-from .levels import INCLUSIVE, EXCLUSIVE, ordered, scalar_factors, strengths
+from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -44,7 +44,7 @@ def penstock_delta_walk(
         sequence = sequence_with_pieces(sequence, cu_seqlens, N, PIECE)
         if sequence == N:
             return
-    n, batch, row, _, begin, done, tokens = tokens_of(sequence, cu_seqlens, N, T, 0, False, PACKED, False)
+    n, batch, row, _step, begin, done, tokens = tokens_of(sequence, cu_seqlens, N, T, 0, False, PACKED, False)
     share = slot_of(n, begin, done, T, C, PACKED).to(tl.int64) * H + h
     own = n.to(tl.int64)
     if PIECE > 0:
@@ -86,7 +86,7 @@ def penstock_delta_walk(
             X = -product(tile(k + to * k_t, i, live, k_t, j, k_k, K, BK), S, PRECISION)
             O = product(tile(q + to * q_t, i, live, q_t, j, q_k, K, BK), S, PRECISION) * scale
             if GATE == SCALAR:
-                _, read, _, decay = scalar_factors(g + to * g_t, i, live, g_t, True)
+                _between, read, _rest, decay = scalar_factors(g + to * g_t, i, live, g_t, True)
                 X *= read[:, None]
                 O *= read[:, None]
                 S *= decay
