@@ -8,8 +8,8 @@ import torch
 
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, C, Call, Forward
-from ..portable import prepare, walk
+from ..calls import CHANNEL, NONE, Backward, C, Call, Forward
+from ..portable import gradients, prepare, walk, walk_backward
 
 WIDEST = 128
 """Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
@@ -81,4 +81,44 @@ def _forward(call: Forward) -> Plan:
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
     prepared(plan, call)
     walked(plan, call, sequences, *start(call), output, final, keep=False)
+    return plan
+
+
+def _backward(call: Backward) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again."""
+    plan, p, H, K, V, streams = Plan(), call.p, call.H, call.K, call.V, call.streams
+    d_output, d_final, slots = call.d_output, call.d_final_state, call.chunks(C)
+
+    def like(name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
+        return plan.empty(name, batch, tokens, H, *shape, dtype=dtype) if needed else "q"
+
+    dq, dk = (like(name, K, dtype=p.q.dtype) for name in ("dq", "dk"))
+    dv = like("dv", V, dtype=p.v.dtype)
+    da, db = (like(name, K, dtype=p.q.dtype, needed=streams == 2) for name in ("da", "db"))
+    dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
+    dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
+    d_initial = plan.empty("d_initial_state", sequences, H, K, V)
+    prepared(plan, call)
+    walked(plan, call, sequences, *start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
+    z = plan.empty("z", slots, H, C, V, dtype=call.tile)
+    d_states = plan.empty("d_chunk_states", slots, H, K, V, dtype=call.tile)
+    b = call.config("walk_backward")
+    plan.launch(
+        walk_backward.penstock_delta_walk_bwd, call.programs(sequences, math.ceil(V / b.BV)),
+        ("q", "k", "g", "beta", *present(plan, *TILES), "d_output", "q" if d_final is None else "d_final_state", z, dv, d_states, d_initial,
+         "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride(),
+         *((0, 0, 0, 0) if d_final is None else d_final.stride())), b.warps,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
+        PRECISION=call.precision, STAGES=b.stages,
+    )  # fmt: skip
+    b, (levels, anchors) = call.config("gradients"), call.levels
+    plan.launch(
+        gradients.penstock_delta_gradients, call.programs(slots, 1),
+        ("q", "k", "v", "g", "beta", *call.streamed, *present(plan, "pairs", "late", "solved", "x"), z, "chunk_states", d_states, "d_output",
+         dq, dk, dg, dbeta, da, db, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta", *call.streamed), *d_output.stride()), b.warps,
+        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, DG=dg != "q",
+        PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
     return plan

@@ -18,7 +18,7 @@ from ....gpu.decays import FLOOR
 from ....gpu.tiles import LOG2E, apart, sums_of_rows, uniform
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
-LEAST = tl.constexpr(2.0**-100)  # of beta: the gradient of beta is divided by it
+LEAST = tl.constexpr(2.0**-100)  # stands for a beta of 0
 INCLUSIVE, EXCLUSIVE, LATER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # tokens u <= t, u < t, u > t
 
 
@@ -115,10 +115,16 @@ def scalar_factors(g, i, live, g_t, SCALAR: tl.constexpr):
 
 @triton.jit
 def strengths(beta, i, live, beta_t, STREAMS: tl.constexpr):
-    """beta of a chunk's tokens [C], at least LEAST away from 0; 1 with two streams."""
+    """beta of a chunk's tokens [C], LEAST for 0, because the gradient of beta is divided by it; 1 with two streams."""
     if STREAMS == 1:
         x = tl.load(beta + i * beta_t, mask=live, other=0.0).to(tl.float32)
         x = tl.where(tl.abs(x) < LEAST, LEAST, x)
     else:
         x = tl.full(i.shape, 1.0, tl.float32)
     return x
+
+
+@triton.jit
+def where_written(strength, x):
+    """The rows of x [C,...] whose beta is not 0, else 0."""
+    return tl.where(strength == LEAST, 0.0, x)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR
 from ....gpu.tiles import product, rounded, sequence_with_pieces, slot_of, tile, tokens_of
-from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths
+from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths, where_written
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -98,6 +98,8 @@ def penstock_delta_walk(
             X = (X + product(pairs, Vt, PRECISION)).to(OPERAND)
         if KEEP:
             tl.store(x + (here * C + i[:, None]) * V + y[None, :], X.to(x.dtype.element_ty), mask=(y < V)[None, :])
+        if STREAMS == 1:
+            X = where_written(strength, X)
         S += product(tl.trans(tl.load(bt + here * (C * BK) + tiles)), X, PRECISION)
         if STREAMS == 2:
             S += product(tl.trans(tl.load(kr + here * (C * BK) + tiles)), Vt, PRECISION)
