@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..call.dispatch import Family
 from ..call.operator import Operator
-from . import reference
+from . import reference, triton
 from .declaration import ADVANCE_OPTIONS, OPTIONS, RESULTS, Advance, Delta, in_place, over_sequences
 from .variants import VARIANTS
 
-FAMILY = Family(reference.IMPLEMENTATION)
+FAMILY = Family(triton.RECURRENT, triton.CHUNKWISE, reference.IMPLEMENTATION)
 DELTA = Operator("delta", Delta, [over_sequences(row) for row in VARIANTS.values()], RESULTS, FAMILY, OPTIONS, reference.forward)
 Advance.sequences = DELTA
 ADVANCE = Operator(

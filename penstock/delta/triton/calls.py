@@ -6,7 +6,7 @@ Kernels see canonical problems: no raw inputs, and q, k, a and b of every head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from typing_extensions import Self
 from ...gpu import decays
 from ...gpu.target import Target, power, precision
 from ...tokens.gpu_calls import TokenCall
+from ..declaration import Advance, Delta, DeltaTokens
 from .table import LEAST, KernelConfig, config
-
-if TYPE_CHECKING:
-    from ..declaration import Advance, Delta, DeltaTokens
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (decays.NONE, decays.SCALAR, decays.CHANNEL))
 C = 64
@@ -113,7 +111,8 @@ class Backward(Call):
     """A backward pass over whole sequences."""
 
     p: Delta
-    d_output: Tensor
+    d_output: Tensor | None = None
+    """None where a form is asked for its reasons alone."""
     d_final_state: Tensor | None = None
 
 
@@ -128,5 +127,3 @@ def shared(p: DeltaTokens, target: Target) -> dict[str, Any]:
         "p": p, "target": target, **p.counts, "H": sizes["H"], "K": sizes["K"], "V": sizes["V"], "packed": p.cu_seqlens is not None,
         "precision": precision(p.q.dtype, target), "gate": gate, "decay": NONE if not axes else CHANNEL if "K" in axes else SCALAR,
     }  # fmt: skip
-
-

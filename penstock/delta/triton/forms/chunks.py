@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from ....call.implementation import Example
+from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, Backward, C, Call, Forward
+from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
 from ..portable import gradients, prepare, walk, walk_backward
 
 WIDEST = 128
@@ -88,6 +91,7 @@ def _backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again."""
     plan, p, H, K, V, streams = Plan(), call.p, call.H, call.K, call.V, call.streams
     d_output, d_final, slots = call.d_output, call.d_final_state, call.chunks(C)
+    assert d_output is not None
 
     def like(name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
         return plan.empty(name, batch, tokens, H, *shape, dtype=dtype) if needed else "q"
@@ -122,3 +126,19 @@ def _backward(call: Backward) -> Plan:
         PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
     return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
+    state = ("state", call.p.state.stride())
+    prepared(plan, call, piece, fused=False)
+    walked(plan, call, call.with_piece(piece), *state, output, "state", False, piece, "slots" if call.p.slots is not None else "", False)
+
+
+SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
+EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", _forward, refuses=refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", _backward, refuses=refuses, examples=EXAMPLES)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)
+)

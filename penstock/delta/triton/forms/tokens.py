@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import torch
+
+from ....call.implementation import Example
+from ....gpu.forms import Form
 from ....gpu.plan import Plan, contiguous
 from ....gpu.target import power
 from ....tokens.gpu_calls import batch, sequences, tokens
@@ -14,6 +19,13 @@ from .chunks import start
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 ARGUMENTS = ("q", "k", "v", "g", "beta")
+WIDEST = 256
+"""Key channels of a head at most: a column of the state is in the registers of a program."""
+
+
+def refuses(call: Call) -> str | None:
+    """All key channels of a head are in one program."""
+    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else None
 
 
 def _launch(
@@ -30,7 +42,7 @@ def _launch(
     )  # fmt: skip
 
 
-def forward(call: Forward) -> Plan:
+def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state`` token by token."""
     plan, own = Plan(), contiguous((0, call.H, call.K, call.V))
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
@@ -42,7 +54,15 @@ def forward(call: Forward) -> Plan:
     return plan
 
 
-def in_place(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+def _in_place(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     """Add the launch for the tokens after the pieces of ``piece`` tokens. No decays stay pending."""
     state = ("state", call.p.state.stride())
     _launch(plan, call, state, output, state, True, False, piece, "slots" if call.p.slots is not None else "")
+
+
+SIZES = {"B": 2, "N": 2, "T": 5, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
+EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("gated_delta_rule", "kda", "rwkv7"))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_recurrent", _forward, refuses=refuses, examples=EXAMPLES)
+IN_PLACE: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "delta_in_place", _in_place, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)
+)

@@ -154,8 +154,8 @@ def add_level(
         if AFTER:
             of_rows += of_removals
         else:
-            dg += sums(tl.trans(of_level(i, level, C, LEVELS, False).to(tl.int8)), of_removals, PRECISION)
-        dg += sums(tl.trans(of_level(i, level, C, LEVELS, True).to(tl.int8)), of_rows, PRECISION)
+            dg += sums(of_level(i, level, C, LEVELS, False, True), of_removals, PRECISION)
+        dg += sums(of_level(i, level, C, LEVELS, True, True), of_rows, PRECISION)
     return dq, da, db, dk, dg
 
 

@@ -41,18 +41,23 @@ def within(i, L):
 
 
 @triton.jit
-def of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr, OWN: tl.constexpr):
+def of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr, OWN: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     """Which decays (columns) are in the factor of each token (rows) at a level: [C,C]. Without the token's own decay unless OWN.
+
+    TRANSPOSED: tokens are columns.
 
     Level LEVELS is the anchor, whose blocks have as many tokens as the halves of the last level, or C.
     """
     L = tl.where(level < LEVELS, C // 2 >> level, C >> LEVELS)
-    later = ((i & L) != 0)[:, None] | uniform(level == LEVELS)
-    if OWN:
-        read = later & ordered(i, INCLUSIVE)
+    if TRANSPOSED:
+        t = i[None, :]
+        u = i[:, None]
     else:
-        read = later & ordered(i, EXCLUSIVE)
-    return within(i, L) & (read | (~later & ordered(i, LATER)))
+        t = i[:, None]
+        u = i[None, :]
+    later = ((t & L) != 0) | uniform(level == LEVELS)
+    read = u <= t if OWN else u < t
+    return within(i, L) & ((later & read) | (~later & (u > t)))
 
 
 @triton.jit
