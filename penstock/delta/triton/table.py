@@ -32,5 +32,5 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     if kernel == "walk_backward":
         return KernelConfig(4)
     if kernel == "gradients":
-        return KernelConfig(8)
+        return KernelConfig(4, BJ=32)
     return KernelConfig(1 if K <= 64 else 2, BV=min(power(V), 64 if target.interpreted else 16))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
+from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
@@ -27,7 +28,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
     """Add the memory of tiles that do not depend on states, and the launch that computes them."""
     slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
     channel, two = call.decay == CHANNEL, call.streams == 2
-    levels, anchors = call.levels
+    levels, anchors = len(lengths(C, call.low)), call.low > 0
     b = call.config("prepare")
 
     def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
@@ -35,13 +36,14 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
 
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
-        ("q", "k", "g", "beta", *call.streamed, memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
+        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan),
+         memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
          memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel),
          memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
          memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
-        PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors,
+        PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
 
 
@@ -116,10 +118,13 @@ def _backward(call: Backward) -> Plan:
         K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
         PRECISION=call.precision, STAGES=b.stages,
     )  # fmt: skip
-    b, (levels, anchors) = call.config("gradients"), call.levels
+    b = call.config("gradients")
+    weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
+    levels, anchors = len(lengths(C, call.low)), call.low > 0
     plan.launch(
         gradients.penstock_delta_gradients, call.programs(slots, 1),
-        ("q", "k", "v", "g", "beta", *call.streamed, *present(plan, "pairs", "late", "solved", "x"), z, "chunk_states", d_states, "d_output",
+        ("q", "k", "v", "g", "beta", *call.streamed, *call.matrices(plan), "pairs", weights, *present(plan, "late", "solved", "x"), z,
+         "chunk_states", d_states, "d_output",
          dq, dk, dg, dbeta, da, db, "cu_seqlens"),
         (p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta", *call.streamed), *d_output.stride()), b.warps,
         K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, DG=dg != "q",

@@ -8,13 +8,14 @@ X, Z and Y = beta o Z are those of the walks, S the state before the chunk and d
     own     e_t = dAq_tt:  dq += e b (+ e_k k),  db += e q,  dk += e_k q
     level   P = mask o dA, factors f of a token:  dXq = Pq Xb (+ Pq_k Xk), dXa alike, dXb = Pq^T Xq + Pa^T Xa, dXk alike;  dq += f o dXq ...
     dg_t  = sum over levels of rows of (Xq o dXq + Xa o dXa + Xb o dXb + Xk o dXk) whose factor has the decay of t
-          + sum i >= t of (q o dq)_i + sum i >= t ("before": i > t) of (a o da)_i + sum s < t of (b o db + k o dk)_s + total o rowsum(S o dS')
+          + sum i >= t of (q o dq)_i + sum i >= t ("before": i > t) of (a o da)_i + sum s < t of (b o db + k o dk)_s
+          + total o rowsum(S o dS')
 
-The last line has the gradients of the state's part alone. Every term of dg has tokens or a state on both sides of t, so nothing cancels.
+The last two lines have the gradients of the state's part alone. Every term of dg has tokens or a state on both sides of t: nothing cancels.
 With one stream dk = db - da. With one decay per token all pairs are one level, P is multiplied by the decays between tokens, and
 dg_t = sum over s < t <= i of (dAq o Aq + dAa o Aa)_is and the same sums of the state's part over channels.
 
-U replaces X, and dA the pairs, in memory that only this program uses.
+U replaces X, and dA is stored, in memory that only this program uses.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR, decays
+from ....gpu.levels import selected
 from ....gpu.tiles import product, span_of, tile
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
     LATER,
     factors_of_level,
-    of_level,
     ordered,
     pairs_of_level,
     scalar_factors,
     strengths,
-    sums,
     where_written,
 )
 from .prepare import channels
@@ -42,7 +42,7 @@ from .prepare import channels
 
 @triton.jit
 def gradients_of_pairs(
-    x, z, solved, pairs, late, values, d_outputs, dbeta, strength, at, i, live, scale,
+    x, z, solved, late, values, d_outputs, dbeta, strength, at, i, live, scale,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """Store U in place of X, the gradients of k's pairs in ``late`` and dbeta. Returns scale dO U^T and Y U^T [C,C]."""
@@ -112,22 +112,16 @@ def gradients_of_states(
 
 
 @triton.jit
-def masked_pairs(at, mask, like):
-    """Gradients of pairs under a mask, as operands of products with tiles of a dtype: [C,C]."""
-    return tl.load(at, mask=mask, other=0.0).to(like)
-
-
-@triton.jit
 def add_level(
-    dq, da, db, dk, dg, queries, removals, writes, keys, d, level, pairs, late, at, i, live, j,
+    dq, da, db, dk, dg, queries, removals, writes, keys, d, matrices, level, weights, late, at, i, live, j,
     K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, OPERAND: tl.constexpr, DG: tl.constexpr,
+    ANCHOR: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, DG: tl.constexpr,
 ):  # fmt: skip
     """The gradients with those of the pairs of a level. Sums of dg multiply the same rounded tiles on both sides of an anchor."""
-    query, removal, key = factors_of_level(d, i, level, C, LEVELS, AFTER, PRECISION)
-    mask = pairs_of_level(i, level, C, LEVELS)
-    Pq = masked_pairs(pairs + at, mask, OPERAND)
-    Pa = masked_pairs(pairs + C * C + at, mask, OPERAND)
+    query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
+    mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
+    Pq = tl.load(weights + at, mask=mask, other=0.0)
+    Pa = tl.load(weights + C * C + at, mask=mask, other=0.0)
     Xq = (channels(queries, i, live, j, K, BJ) * query).to(OPERAND)
     Xa = (channels(removals, i, live, j, K, BJ) * removal * (-1.0 if STREAMS == 1 else 1.0)).to(OPERAND)
     Xb = (channels(writes, i, live, j, K, BJ) * key).to(OPERAND)
@@ -137,8 +131,8 @@ def add_level(
     of_columns = dXb * Xb.to(tl.float32)
     db += dXb * key
     if STREAMS == 2:
-        Pq = masked_pairs(late + at, mask, OPERAND)
-        Pa = masked_pairs(late + C * C + at, mask, OPERAND)
+        Pq = tl.load(late + at, mask=mask, other=0.0)
+        Pa = tl.load(late + C * C + at, mask=mask, other=0.0)
         Xk = (channels(keys, i, live, j, K, BJ) * key).to(OPERAND)
         dXq += product(Pq, Xk, PRECISION)
         dXa += product(Pa, Xk, PRECISION)
@@ -148,14 +142,16 @@ def add_level(
     dq += dXq * query
     da += dXa * removal
     if DG:
-        of_columns = tl.where(level == LEVELS, -of_columns, of_columns)
+        inclusive, exclusive = matrices
+        if ANCHOR:
+            of_columns = tl.where(level == LEVELS, -of_columns, of_columns)
         of_rows = dXq * Xq.to(tl.float32) + of_columns
         of_removals = dXa * Xa.to(tl.float32)
         if AFTER:
             of_rows += of_removals
         else:
-            dg += sums(of_level(i, level, C, LEVELS, False, True), of_removals, PRECISION)
-        dg += sums(of_level(i, level, C, LEVELS, True, True), of_rows, PRECISION)
+            dg += selected(of_removals, exclusive, level, i, C, PRECISION, TRANSPOSED=True)
+        dg += selected(of_rows, inclusive, level, i, C, PRECISION, TRANSPOSED=True)
     return dq, da, db, dk, dg
 
 
@@ -167,7 +163,8 @@ def store_columns(base, tensor_t, x, i, live, j, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_delta_gradients(
-    q, k, v, g, beta, a, b, pairs, late, solved, x, z, chunk_states, d_chunk_states, d_output, dq, dk, dg, dbeta, da, db, cu_seqlens,
+    q, k, v, g, beta, a, b, levels, levels_before, pairs, weights, late, solved,
+    x, z, chunk_states, d_chunk_states, d_output, dq, dk, dg, dbeta, da, db, cu_seqlens,
     scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h,
     a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k, o_b, o_t, o_h, o_v,
@@ -179,7 +176,8 @@ def penstock_delta_gradients(
 
     Reads q, k, a, b [B,T,H,K], v, dO [B,T,H,V], g [B,T,H,K] and beta [B,T,H] by strides; T - I and the pairs of ``penstock_delta_prepare``;
     ``x`` and ``z`` [slots,H,C,V], S and dS' [slots,H,K,V] of the walks. Writes dq, dk, da, db [B,T,H,K], dbeta [B,T,H] and dg [B,T,H,K] or
-    [B,T,H]. Overwrites ``x``, ``pairs`` and ``late``. Program (chunk, head): blocks of BJ key channels one after another.
+    [B,T,H]. ``weights`` (dA) [slots,H,2,C,C] is its own memory. Overwrites ``x`` and
+    ``late``. Program (chunk, head): blocks of BJ key channels one after another.
     """
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -205,6 +203,7 @@ def penstock_delta_gradients(
     g += batch * g_b + row * g_t + h * g_h
     place = (batch * T + row) * H + h
     pairs += share * (2 * C * C)
+    weights += share * (2 * C * C)
     late += share * (2 * C * C)
     x += share * (C * V)
     z += share * (C * V)
@@ -213,7 +212,7 @@ def penstock_delta_gradients(
     strength = strengths(beta + batch * beta_b + row * beta_t + h * beta_h, i, live, beta_t, STREAMS)
 
     dAq, dAa = gradients_of_pairs(
-        x, z, solved + share * (C * C), pairs, late, values, d_outputs, (dbeta + place, H), strength, at, i, live, scale,
+        x, z, solved + share * (C * C), late, values, d_outputs, (dbeta + place, H), strength, at, i, live, scale,
         V, BV, C, STREAMS, PRECISION, SOLVE,
     )  # fmt: skip
     own = tl.sum(tl.where(i[:, None] == i[None, :], dAq, 0.0), 1)[:, None]
@@ -228,15 +227,15 @@ def penstock_delta_gradients(
             of_queries = tl.zeros((C,), tl.float32)
             of_keys = tl.zeros((C,), tl.float32)
             of_states = 0.0
-            tl.debug_barrier()
         dAq *= between
         dAa *= between
-    tl.store(pairs + at, dAq)
-    tl.store(pairs + C * C + at, dAa)
+    tl.store(weights + at, dAq.to(weights.dtype.element_ty))
+    tl.store(weights + C * C + at, dAa.to(weights.dtype.element_ty))
     tl.debug_barrier()
     if STREAMS == 2:
         own_key = tl.load(late + i * (C + 1)).to(tl.float32)[:, None]
 
+    triangles = levels + (LEVELS + ANCHOR) * (C * C)
     for first in tl.range(0, K, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
         dq_, da_, db_, dk_, kept = gradients_of_states(
@@ -245,13 +244,13 @@ def penstock_delta_gradients(
         dg_ = tl.zeros((C, BJ), tl.float32)
         if GATE == CHANNEL:
             d = decays(g, i, live, g_t, j, g_k, K, BJ)
-            read_ = tl.exp2(sums(ordered(i, INCLUSIVE), d, PRECISION))
-            rest_ = tl.exp2(sums(ordered(i, LATER), d, PRECISION))
+            read_ = tl.exp2(selected(d, triangles, INCLUSIVE, i, C, PRECISION))
+            rest_ = tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
             dq_ *= read_ * scale
             if AFTER:
                 da_ *= read_
             else:
-                da_ *= tl.exp2(sums(ordered(i, EXCLUSIVE), d, PRECISION))
+                da_ *= tl.exp2(selected(d, triangles, EXCLUSIVE, i, C, PRECISION))
             db_ *= rest_
             dk_ *= rest_
         else:
@@ -269,9 +268,9 @@ def penstock_delta_gradients(
             if AFTER:
                 of_rows += A * da_
             else:
-                dg_ += sums(ordered(i, LATER), A * da_, PRECISION)
-            dg_ += sums(ordered(i, LATER) | (i[:, None] == i[None, :]), of_rows, PRECISION)
-            dg_ += sums(ordered(i, EXCLUSIVE), of_columns, PRECISION) + (kept * tl.exp2(tl.sum(d, 0)))[None, :]
+                dg_ += selected(A * da_, triangles, LATER, i, C, PRECISION)
+            dg_ += selected(of_rows, triangles, INCLUSIVE, i, C, PRECISION, TRANSPOSED=True)
+            dg_ += selected(of_columns, triangles, EXCLUSIVE, i, C, PRECISION) + (kept * tl.exp2(tl.sum(d, 0)))[None, :]
         if GATE == SCALAR and DG:
             of_queries += tl.sum(Q * dq_ + A * da_, 1)
             of_keys += tl.sum(B * db_, 1)
@@ -284,12 +283,13 @@ def penstock_delta_gradients(
                 dk_ += own_key * Q
             for level in tl.range(LEVELS + ANCHOR, num_stages=1):
                 dq_, da_, db_, dk_, dg_ = add_level(
-                    dq_, da_, db_, dk_, dg_, queries, removals, writes, keys, d, level, pairs, late, at, i, live, j,
-                    K, BJ, C, STREAMS, AFTER, LEVELS, PRECISION, OPERAND, DG,
+                    dq_, da_, db_, dk_, dg_, queries, removals, writes, keys, d, (levels, levels_before), level, weights, late,
+                    at, i, live, j,
+                    K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
                 )  # fmt: skip
         else:
-            Pq = masked_pairs(pairs + at, ordered(i, INCLUSIVE), OPERAND)
-            Pa = masked_pairs(pairs + C * C + at, ordered(i, EXCLUSIVE), OPERAND)
+            Pq = tl.load(weights + at, mask=ordered(i, INCLUSIVE), other=0.0)
+            Pa = tl.load(weights + C * C + at, mask=ordered(i, EXCLUSIVE), other=0.0)
             dq_ += product(Pq, B, PRECISION)
             da_ += product(Pa, B, PRECISION)
             db_ += product(tl.trans(Pq), Q, PRECISION) + product(tl.trans(Pa), A, PRECISION)
