@@ -7,10 +7,11 @@ import math
 import torch
 
 from ....call.implementation import Example
+from ....gpu.dyadic import lengths
 from ....gpu.plan import Plan, strides
 from ....gpu.target import power
-from ...levels import lengths
-from ..calls import CHANNEL, Backward, Call, Forward, sequences, tokens
+from ....tokens.gpu_calls import sequences, tokens
+from ..calls import CHANNEL, Backward, Call, Forward
 from ..portable import chunk_backward, chunk_forward
 from ..states import Segments, before_chunks, segments_before_chunks
 from ..table import LEAST

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import FLOOR
+from ....gpu.levels import apart, selected, sums_of_rows
 from ....gpu.tiles import LOG2E, product, tile
 
 SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
@@ -18,7 +19,7 @@ COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds t
 
 @triton.jit
 def ones(levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Matrix n [C,C] of ``levels`` for ``sums``, see ``recurrence.levels``. 0 where ``sums`` of a triangle needs none.
+    """Matrix n [C,C] of ``levels`` for ``sums``, see ``gpu/dyadic.py``. 0 where ``sums`` of a triangle needs none.
 
     Loaded operands of products stay in shared memory, which takes no registers and few instructions.
     """
@@ -39,44 +40,12 @@ def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OW
     if PRECISION == "bf16" or PRECISION == "f16" or PRECISION == "tf32":
         if REVERSE:
             triangle = tl.trans(triangle)
-        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
-        s = tl.dot(triangle, high.to(tl.bfloat16), tl.zeros_like(x) + start)
-        s = tl.dot(triangle, (x - high).to(tl.bfloat16), s)
+        s = sums_of_rows(triangle, x, start)
     else:
         s = start + tl.cumsum(x, 0, reverse=REVERSE)
         if not OWN:
             s -= x
     return s
-
-
-@triton.jit
-def sequence_with_pieces(rank, cu_seqlens, N, PIECE: tl.constexpr, BLOCK: tl.constexpr = 256):
-    """The sequence of this rank among those of at least PIECE tokens, in their order; N if there are fewer."""
-    found = rank * 0 + N
-    before = rank * 0
-    i = tl.arange(0, BLOCK)
-    for first in tl.range(0, N, BLOCK):
-        begin = tl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
-        end = tl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
-        long = (end - begin >= PIECE).to(tl.int32)
-        wanted = (long == 1) & (before + tl.cumsum(long, 0) == rank + 1)
-        found += tl.sum(tl.where(wanted, first + i - N, 0), 0)
-        before += tl.sum(long, 0)
-    return found
-
-
-@triton.jit
-def rounded(S, pool):
-    """S rounded to the dtype of the pool, if that has 16 bits. Not to float64."""
-    if pool.dtype.element_ty.primitive_bitwidth < 32:
-        S = S.to(pool.dtype.element_ty).to(tl.float32)
-    return S
-
-
-@triton.jit
-def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """A tile of log decays in log2 units, 0 outside the mask: [len(i), BJ]."""
-    return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
@@ -119,29 +88,6 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """Sums of the rows of x [C,BK] that matrix n [C,C] of ``levels`` selects, see ``recurrence.levels``: on tensor cores, no differences.
-
-    TRANSPOSED: row t is the sum of the rows whose sums have row t otherwise.
-    """
-    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
-    if TRANSPOSED:
-        chosen = tl.trans(chosen)
-    if PRECISION == "bf16" or PRECISION == "tf32":
-        s = sums(x, chosen, PRECISION)
-    else:
-        s = tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def apart(i, L):
-    """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
-    middle = i & -L
-    return ((i & L) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - L)
-
-
-@triton.jit
 def halves(queries, keys, r, live, second, j, K: tl.constexpr, BK: tl.constexpr):
     """q where ``second``, else k: [C,BK]. Loaded for each level, which takes no registers between levels."""
     q, q_t, q_k = queries
@@ -158,7 +104,7 @@ def weights_by_levels(
 ):  # fmt: skip
     """A [C,C] strictly below the diagonal for any decays d, in log2 units; and the sums of d [C,BK] that matrix THEN of ``levels`` selects.
 
-    Every pair of tokens belongs to the level whose block's halves they lie in, see ``recurrence.levels``. With X = f o (q in second
+    Every pair of tokens belongs to the level whose block's halves they lie in, see ``gpu/dyadic.py``. With X = f o (q in second
     halves, k in first halves), where f are the decays between a token and the middle of its block, X X^T are the weights of its pairs.
     Factors are at most 1, so X of float16 inputs fits float16, which has as many bits as TF32 and faster products.
 
