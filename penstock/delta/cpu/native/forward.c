@@ -54,7 +54,7 @@ static void pass(unit *w, int64_t t, int64_t count, int leaves, tile direct) {
     const problem *p = w->p;
     run *m = &w->run;
     wanted f;
-    prepare(p, &w->s, w->h, t, count, m->Kp, leaves, w->sums, &m->r);
+    prepare(p, &w->s, w->h, t, count, m->Kp, leaves, leaves && count == 1, w->sums, &m->r);
     for (int64_t i = 0; i < count; i++) load_token(w->v + i * m->columns, &p->v, &w->s, t + i, w->h, w->column, w->columns);
     want_tokens(p, &w->s, w->h, t + count, CHUNK, w->column, w->columns, &f);
     m->count = count, m->leaves = leaves, m->ahead = &f;
