@@ -1,8 +1,8 @@
 /* All gradients. In terms of P_t and the rows of a token (problem.h), with dP_t the gradient of P_t after everything that reads it:
  *
  *     dquery_t = dO_t P_t^T        dwrite_t = u_t dP_t^T       dadd_t = v_t dP_t^T       du_t = write_t dP_t
- *     one stream:   dv_t = beta_t du_t      dbeta_t = sum du_t o (v_t - x_t)       dx_t = -dv_t
- *     two streams:  dv_t = add_t dP_t                                              dx_t = du_t
+ *     one stream:   dv_t = vary_t beta_t du_t      dbeta_t = sum du_t o u_t / beta_t      dx_t = -beta_t du_t
+ *     two streams:  dv_t = add_t dP_t                                                   dx_t = du_t
  *     dremove_t = dx_t P_{t-1}^T            dP'_{t-1} = decay_t o dP_t + remove_t^T dx_t
  *     dg_t = rowsum(P_{t-1} o dP'_{t-1})    dP_{t-1} = dP'_{t-1} + query_{t-1}^T dO_{t-1}
  *
@@ -29,7 +29,7 @@ typedef struct {
     float *span_sums, *sums_before;                         /* their sums of decays */
     float *states, *dP;                                     /* after every token of a chunk, of one block; the gradient */
     float *v, *d_out, *u, *error, *dv;                      /* [blocks, CHUNK, columns] */
-    float *du, *dx;                                         /* [columns] */
+    float *du, *dx, *du_part, *dv_part;                     /* [columns]; parts: of a few rows, 0 between them */
     float *dquery, *dremove, *dwrite, *dadd, *dg;           /* [CHUNK, Kp] */
     float dbeta[CHUNK];
     pending sums;
@@ -49,7 +49,7 @@ static float *make_workspace(workspace *m, const problem *p) {
         for (span = 1; span * span < chunks;) span++;
     int64_t spans = span ? (chunks + span - 1) / span : 0, rows_k = CHUNK * Kp + STAGGER, rows_v = CHUNK * columns * blocks + STAGGER;
     *m = (workspace){.p = p, .Kp = Kp, .columns = columns, .blocks = blocks, .tile = tile, .state = state, .chunks = chunks, .span = span};
-    int64_t floats = (spans + span + 2) * (state + 3 * Kp) + tile * CHUNK + 5 * rows_v + 2 * (columns + STAGGER) + 5 * rows_k + 3 * Kp;
+    int64_t floats = (spans + span + 2) * (state + 3 * Kp) + tile * CHUNK + 5 * rows_v + 4 * (columns + STAGGER) + 5 * rows_k + 3 * Kp;
     float *memory = scratch_of(floats + floats_of_rows(Kp)), *rest = memory;
     if (!memory) return NULL;
     m->spans = take(&rest, spans * state), m->checkpoints = take(&rest, (span + 1) * state), m->dP = take(&rest, state);
@@ -57,6 +57,8 @@ static float *make_workspace(workspace *m, const problem *p) {
     m->states = take(&rest, tile * CHUNK);
     m->v = take(&rest, rows_v), m->d_out = take(&rest, rows_v), m->u = take(&rest, rows_v), m->error = take(&rest, rows_v);
     m->dv = take(&rest, rows_v), m->du = take(&rest, columns + STAGGER), m->dx = take(&rest, columns + STAGGER);
+    m->du_part = take(&rest, columns + STAGGER), m->dv_part = take(&rest, columns + STAGGER);
+    memset(m->du_part, 0, (size_t)(2 * (columns + STAGGER)) * 4);
     m->dquery = take(&rest, rows_k), m->dremove = take(&rest, rows_k), m->dwrite = take(&rest, rows_k), m->dadd = take(&rest, rows_k);
     m->dg = take(&rest, rows_k);
     take_rows(&m->r, rest, Kp);
@@ -87,7 +89,7 @@ static void load_blocks(const workspace *m, float *to, const tensor *x) {
 
 /* Prepare a chunk from the sums of decays before it. */
 static void prepare_chunk(workspace *m, int64_t chunk) {
-    prepare(m->p, &m->s, m->h, chunk * CHUNK, tokens_of(m, chunk), m->Kp, 0, m->sums, &m->r);
+    prepare(m->p, &m->s, m->h, chunk * CHUNK, tokens_of(m, chunk), m->Kp, 0, 0, m->sums, &m->r);
     load_values(m, m->v, &m->p->v, chunk * CHUNK, tokens_of(m, chunk));
 }
 
@@ -193,6 +195,14 @@ INLINE vec sums_of(vec x[LANES]) {
 
 INLINE void add_sums(float *to, vec x[LANES]) { store(to, load(to) + sums_of(x)); }
 
+/* Sums over rows are sums of parts, which have smaller rounding errors. */
+INLINE void add_part(float *to, float *part, int64_t width) {
+    for (int64_t j = 0; j < width; j += LANES) {
+        store(to + j, load(to + j) + load(part + j));
+        store(part + j, splat(0));
+    }
+}
+
 /* All rows of a block, one token backward in time. The sums over columns of LANES rows are added to the rows' gradients at once. */
 INLINE void retreat(workspace *m, int64_t i, const float *before, float *dP, int64_t width, int64_t row, const int decays,
                     const int after, const int two, const int more) {
@@ -210,11 +220,12 @@ INLINE void retreat(workspace *m, int64_t i, const float *before, float *dP, int
         for (int64_t n = 0; n < LANES; n++) {
             row_sums sum = {};
             if (d + n < K)
-                sum = retreat_row(r, d + n, before + (d + n) * columns, dP + (d + n) * columns, width, u, v, m->dx, d_out, m->du, dv, decays,
-                                  after, two, more);
+                sum = retreat_row(r, d + n, before + (d + n) * columns, dP + (d + n) * columns, width, u, v, m->dx, d_out, m->du_part, m->dv_part,
+                                  decays, after, two, more);
             query[n] = sum.query, remove[n] = sum.remove, write[n] = sum.write, add[n] = sum.add, g[n] = sum.g;
         }
-        if (more) add_sums(m->dquery + prior + d, query);
+        if (more) add_part(m->du, m->du_part, width), add_sums(m->dquery + prior + d, query);
+        if (more && two) add_part(dv, m->dv_part, width);
         add_sums(m->dremove + at + d, remove), add_sums(m->dwrite + at + d, write);
         if (two) add_sums(m->dadd + at + d, add);
         if (decays) add_sums(m->dg + at + d, g);
@@ -228,7 +239,7 @@ INLINE void finish_values(workspace *m, int64_t i, int64_t row, int64_t width, c
     vec sum = {};
     for (int64_t j = 0; j < width; j += LANES) {
         vec du = load(m->du + j);
-        if (!two) sum += du * load(error + j), du *= splat(m->r.beta[i]), store(dv + j, du);
+        if (!two) sum += du * load(error + j), du *= splat(m->r.beta[i]), store(dv + j, du * splat(m->r.vary[i]));
         store(m->dx + j, two ? du : -du);
         store(m->du + j, splat(0));
     }
@@ -243,8 +254,9 @@ INLINE void backward_tokens(workspace *m, int64_t i, const float *first, int64_t
         vec query[LANES] = {};
         for (int64_t n = 0; n < LANES && d + n < K; n++)
             query[n] = begin_row(m->r.query[at + d + n], m->r.write[at + d + n], two ? m->r.add[at + d + n] : 0, end + (d + n) * columns,
-                                 dP + (d + n) * columns, width, m->d_out + row + i * columns, m->du, m->dv + row + i * columns, two);
-        add_sums(m->dquery + at + d, query);
+                                 dP + (d + n) * columns, width, m->d_out + row + i * columns, m->du_part, m->dv_part, two);
+        add_sums(m->dquery + at + d, query), add_part(m->du, m->du_part, width);
+        if (two) add_part(m->dv + row + i * columns, m->dv_part, width);
     }
     for (; i > 0; i--) {
         finish_values(m, i, row, width, two);
@@ -276,6 +288,7 @@ static void store_gradients(workspace *m, int64_t from, int64_t count) {
         store_wanted(m, &p->dq, t, 0, dq, p->K);
         if (two) {
             multiply_row(dk, dk, decays ? m->r.written + at : NULL, Kp);
+            for (int64_t d = 0; d < Kp; d += LANES) store(dk + d, load(dk + d) * splat(m->r.vary[i]));
             store_wanted(m, &p->da, t, 0, removal, p->K);
             store_wanted(m, &p->db, t, 0, writing, p->K);
         } else {

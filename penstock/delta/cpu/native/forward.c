@@ -1,10 +1,14 @@
 /* Output and final state, token after token; updates in place are forward passes on rows of a pool. problem.h has the formulas.
  *
- * A unit of work is one sequence, one head and some columns. Threads take units from a shared counter, which balances sequences of
- * different lengths. The order of sums depends on nothing but K, so bits depend neither on the units nor on the threads.
+ * A unit of work is one sequence, a few heads and some columns. Threads take units from a shared counter, which balances sequences of
+ * different lengths. The heads of a unit are computed chunk by chunk in turn: their rows share pages, so one page-table walk serves them
+ * all. The order of sums depends on nothing but K, so bits depend neither on the units nor on the threads.
  *
  * Compiled once per target, with LANES floats per register and SUFFIX appended to names. */
 #include "walk.h"
+
+#define HEADS 8        /* at most, of a unit */
+#define FLOATS 65536   /* of their states: 256 KiB, half a second-level cache */
 
 /* A state as tiles of STRIP vectors, [K, STRIP * LANES] each: the rows of a strip are next to each other, and do not contend for a few
  * sets of the first-level cache. */
@@ -27,23 +31,30 @@ static void apply_pending(tile S, int64_t K, int64_t width, pending p, int scala
     }
 }
 
-/* A unit of the call, and the memory of a thread. */
+/* A unit of the call, at one of its heads, and the memory of a thread. */
 typedef struct {
     const problem *p;
     sequence s;
-    int64_t slot, h, column, columns; /* columns of the unit */
+    int64_t slot, first, heads, h, column, columns; /* heads and columns of the unit */
+    float *states, *sums_of_heads;                  /* of all heads */
     float *state, *v, *u, *out;
     run run;
     pending sums;
 } unit;
 
-static void load_unit(unit *w) {
+static void at_head(unit *w, int64_t head) {
+    w->h = w->first + head;
+    w->state = w->states + head * w->run.K * w->run.columns;
+    w->sums = pending_at(w->sums_of_heads + head * 3 * w->run.Kp, w->run.Kp);
+}
+
+static void load_head(unit *w) {
     for (int64_t c = 0; c < w->columns; c += STRIP * LANES)
         load_state(strip_at(w->state, w->p->K, c, w->columns), &w->p->initial_state, w->slot, w->h, w->p->K, w->column + c,
                    width_of_strip(c, w->columns));
 }
 
-static void store_unit(const unit *w) {
+static void store_head(const unit *w) {
     for (int64_t c = 0; c < w->columns; c += STRIP * LANES)
         store_state(&w->p->final_state, w->slot, w->h, w->p->K, w->column + c, width_of_strip(c, w->columns),
                     strip_at(w->state, w->p->K, c, w->columns));
@@ -54,9 +65,10 @@ static void pass(unit *w, int64_t t, int64_t count, int leaves, tile direct) {
     const problem *p = w->p;
     run *m = &w->run;
     wanted f;
-    prepare(p, &w->s, w->h, t, count, m->Kp, leaves, w->sums, &m->r);
+    prepare(p, &w->s, w->h, t, count, m->Kp, leaves, leaves && count == 1, w->sums, &m->r);
     for (int64_t i = 0; i < count; i++) load_token(w->v + i * m->columns, &p->v, &w->s, t + i, w->h, w->column, w->columns);
-    want_tokens(p, &w->s, w->h, t + count, CHUNK, w->column, w->columns, &f);
+    int last = w->h + 1 == w->first + w->heads; /* then the first head again, a chunk later */
+    want_tokens(p, &w->s, last ? w->first : w->h + 1, last ? t + count : t, CHUNK, w->column, w->columns, &f);
     m->count = count, m->leaves = leaves, m->ahead = &f;
     for (int64_t c = 0; c < w->columns; c += STRIP * LANES) {
         tile S = direct.data ? (tile){direct.data + c, direct.row} : strip_at(w->state, p->K, c, w->columns);
@@ -66,36 +78,42 @@ static void pass(unit *w, int64_t t, int64_t count, int leaves, tile direct) {
     for (int64_t i = 0; i < count; i++) store_token(&p->output, &w->s, t + i, w->h, w->column, w->out + i * m->columns, w->columns);
 }
 
-/* All tokens of a sequence, one after another: the state leaves the pass after the last. */
+/* All tokens of a sequence: the state leaves the pass after the last. */
 static void pass_sequence(unit *w) {
     const problem *p = w->p;
-    load_unit(w);
+    for (int64_t head = 0; head < w->heads; head++) at_head(w, head), load_head(w);
     for (int64_t t = 0; t < w->s.length; t += CHUNK)
-        pass(w, t, w->s.length - t < CHUNK ? w->s.length - t : CHUNK, 0, (tile){NULL, 0});
-    if (!p->final_state.data) return;
-    for (int64_t c = 0; p->g.data && c < w->columns; c += STRIP * LANES)
-        apply_pending(strip_at(w->state, p->K, c, w->columns), p->K, padded(width_of_strip(c, w->columns)), w->sums, p->scalar != 0);
-    store_unit(w);
+        for (int64_t head = 0; head < w->heads; head++) {
+            at_head(w, head);
+            pass(w, t, w->s.length - t < CHUNK ? w->s.length - t : CHUNK, 0, (tile){NULL, 0});
+        }
+    for (int64_t head = 0; head < w->heads && p->final_state.data; head++) {
+        at_head(w, head);
+        for (int64_t c = 0; p->g.data && c < w->columns; c += STRIP * LANES)
+            apply_pending(strip_at(w->state, p->K, c, w->columns), p->K, padded(width_of_strip(c, w->columns)), w->sums, p->scalar != 0);
+        store_head(w);
+    }
 }
 
-/* In place: the state leaves the pass, rounded to the dtype of the pool, after each 64 tokens and after each token of the rest. */
+/* In place: the state leaves the pass, rounded to the dtype of the pool, after each 64 tokens and after each token of the rest. With fewer
+ * than 64 tokens it is used where it lies, if it is float32 there. */
 static void pass_in_place(unit *w) {
     const problem *p = w->p;
     int64_t length = w->s.length, whole = length / PIECE * PIECE;
-    if (!length) return;
-    tile pool = in_place(&p->final_state, w->slot, w->h, w->column, w->columns);
     int rounds = p->final_state.dtype != FLOAT32;
-    if (length >= PIECE) pool.data = NULL;
-    if (!pool.data) load_unit(w);
-    for (int64_t t = 0, count; t < length; t += count) {
-        count = t < whole ? CHUNK : 1;
-        int leaves = t >= whole || (t + count) % PIECE == 0;
-        pass(w, t, count, leaves, pool);
-        if (!pool.data && leaves && (rounds || t + count == length)) {
-            store_unit(w);
-            if (t + count < length) load_unit(w);
+    for (int64_t t = 0, count; t < length; t += count)
+        for (int64_t head = 0; head < w->heads; head++) {
+            at_head(w, head);
+            tile pool = length < PIECE ? in_place(&p->final_state, w->slot, w->h, w->column, w->columns) : (tile){NULL, 0};
+            count = t < whole ? CHUNK : 1;
+            int leaves = t >= whole || (t + count) % PIECE == 0;
+            if (t == 0 && !pool.data) load_head(w);
+            pass(w, t, count, leaves, pool);
+            if (!pool.data && leaves && (rounds || t + count == length)) {
+                store_head(w);
+                if (t + count < length) load_head(w);
+            }
         }
-    }
 }
 
 /* Columns of a unit: all, or fewer where sequences and heads are fewer than the threads. */
@@ -106,24 +124,34 @@ static int64_t columns_of_unit(const problem *p) {
     return columns;
 }
 
+/* Heads of a unit: fewer where there would not be enough units for all threads. */
+static int64_t heads_of_unit(const problem *p, int64_t columns, int64_t blocks) {
+    int64_t heads = HEADS;
+    while (heads > 1 && (heads * p->K * columns > FLOATS || p->N * (p->H / heads) * blocks < 2 * p->threads)) heads /= 2;
+    return heads;
+}
+
 /* Every thread of a team calls this; each takes units until none is left. */
 void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
     int64_t K = p->K, Kp = padded(K), columns = columns_of_unit(p), blocks = (p->V + columns - 1) / columns, rows = CHUNK * columns + STAGGER;
-    float *memory = scratch_of(K * columns + 3 * rows + floats_of_rows(Kp) + 3 * Kp), *rest = memory;
+    int64_t heads = heads_of_unit(p, columns, blocks), teams = (p->H + heads - 1) / heads;
+    float *memory = scratch_of(heads * (K * columns + 3 * Kp) + 3 * rows + floats_of_rows(Kp)), *rest = memory;
     if (!memory) { p->out_of_memory = 1; return; }
     unit w = {.p = p, .run = {.K = K, .Kp = Kp, .columns = columns}};
-    w.state = take(&rest, K * columns), w.v = take(&rest, rows), w.u = take(&rest, rows), w.out = take(&rest, rows);
-    w.sums = pending_at(take_rows(&w.run.r, rest, Kp), Kp);
+    w.states = take(&rest, heads * K * columns), w.sums_of_heads = take(&rest, heads * 3 * Kp);
+    w.v = take(&rest, rows), w.u = take(&rest, rows), w.out = take(&rest, rows);
+    take_rows(&w.run.r, rest, Kp);
     unsigned mode = flush_denormals();
     for (;;) {
         int64_t taken = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
-        if (taken >= p->N * p->H * blocks) break;
-        int64_t n = taken / blocks / p->H;
+        if (taken >= p->N * teams * blocks) break;
+        int64_t n = taken / blocks / teams;
         w.slot = p->slots ? p->slots[n] : n;
         if (w.slot < 0) continue;
-        w.s = sequence_of(p->cu_seqlens, p->T, 0, n), w.h = taken / blocks % p->H, w.column = taken % blocks * columns;
+        w.s = sequence_of(p->cu_seqlens, p->T, 0, n), w.column = taken % blocks * columns;
+        w.first = taken / blocks % teams * heads, w.heads = p->H - w.first < heads ? p->H - w.first : heads;
         w.columns = p->V - w.column < columns ? p->V - w.column : columns;
-        nothing_pending(w.sums, Kp);
+        for (int64_t head = 0; head < w.heads; head++) at_head(&w, head), nothing_pending(w.sums, Kp);
         if (p->advance) pass_in_place(&w);
         else pass_sequence(&w);
     }

@@ -8,10 +8,14 @@
  * Decays stay pending (decay.h): P_t = S_t / read_t is stored, with read_t the exponential of a sum of decays, at least exp(-0.5). In
  * terms of P a token is the same recurrence with other rows, which `prepare` makes, and so are the gradients:
  *
- *     u_t = beta_t (v_t - remove_t P_{t-1})  or  remove_t P_{t-1}
+ *     u_t = beta_t (vary_t v_t - remove_t P_{t-1})  or  remove_t P_{t-1}
  *     P_t = decay_t o P_{t-1} + write_t^T u_t + add_t^T v_t              o_t = query_t P_t
  *
- * decay_t is 1, or exp(sum) where the sum of decays is applied, also 0. Nothing is divided by a decay smaller than exp(-0.5). */
+ * decay_t is 1, or exp(sum) where the sum of decays is applied, also 0. Nothing is divided by a decay smaller than exp(-0.5).
+ *
+ * remove_t and write_t are rounded, so that a token removes 1 + delta times what it should. With equal keys, beta = 2 and weak decays the
+ * same delta of every token would add up. So remove_t is multiplied, and write_t divided, by a factor vary_t, which changes from token to
+ * token: their roundings differ, and average out. */
 #ifndef PENSTOCK_DELTA_PROBLEM_H
 #define PENSTOCK_DELTA_PROBLEM_H
 
@@ -40,12 +44,12 @@ typedef struct {
 INLINE int has_two_streams(const problem *p) { return p->a.data != NULL; }
 
 /* Rows of a chunk [CHUNK, Kp], and the factors that made them of the tensors' rows: query = scale q o read, remove = (k or a) o removed,
- * write = (k or b) o written, add = k o written. Without decays the factors are absent. `keep` is a mask: see `factor`. */
+ * write = (k or b) o written, add = k o written vary. Without decays the factors are absent, and vary is 1. `keep` is a mask: see `factor`. */
 typedef struct {
     float *query, *remove, *write, *add, *decay, *g;
     float *read, *removed, *written;
     int32_t *keep;
-    float *beta; /* [CHUNK] */
+    float *beta, *vary; /* [CHUNK] */
 } token_rows;
 
 #define ROWS_OF_KEYS 10 /* arrays [CHUNK, Kp] of token_rows */
@@ -55,11 +59,11 @@ INLINE float *take_rows(token_rows *r, float *memory, int64_t Kp) {
     r->query = take(&memory, n), r->remove = take(&memory, n), r->write = take(&memory, n), r->add = take(&memory, n);
     r->decay = take(&memory, n), r->g = take(&memory, n), r->keep = (int32_t *)take(&memory, n);
     r->read = take(&memory, n), r->removed = take(&memory, n), r->written = take(&memory, n);
-    r->beta = take(&memory, CHUNK);
+    r->beta = take(&memory, CHUNK), r->vary = take(&memory, CHUNK);
     return memory;
 }
 
-INLINE int64_t floats_of_rows(int64_t Kp) { return ROWS_OF_KEYS * (CHUNK * Kp + STAGGER) + CHUNK; }
+INLINE int64_t floats_of_rows(int64_t Kp) { return ROWS_OF_KEYS * (CHUNK * Kp + STAGGER) + 2 * CHUNK; }
 
 INLINE float load_number(const tensor *x, const sequence *s, int64_t t, int64_t h) {
     float row[LANES];
@@ -78,6 +82,7 @@ static void load_tokens(const problem *p, const sequence *s, int64_t h, int64_t 
         load_token(r->write + i * Kp, writing, s, from + i, of_removal, 0, p->K);
         if (two) load_token(r->add + i * Kp, &p->k, s, from + i, shared, 0, p->K);
         if (!two) r->beta[i] = load_number(&p->beta, s, from + i, h);
+        r->vary[i] = 1;
         if (p->g.data && p->scalar) store(r->g + i * Kp, splat(load_number(&p->g, s, from + i, h))); /* only the first vector is in use */
         else if (p->g.data) load_token(r->g + i * Kp, &p->g, s, from + i, h, 0, p->K);
     }
@@ -86,7 +91,7 @@ static void load_tokens(const problem *p, const sequence *s, int64_t h, int64_t 
 
 /* The decays of one token become pending or, if the state `leaves` the pass after it, are applied. */
 INLINE void prepare_token(const token_rows *r, pending p, int64_t i, int64_t Kp, int leaves, const int after, const int scalar, const int two) {
-    vec decay = {}, read = {}, removed = {}, written = {};
+    vec decay = {}, read = {}, removed = {}, written = {}, added = {}, vary = splat(r->vary[i]);
     ivec keep = {};
     for (int64_t d = 0; d < Kp; d += LANES) {
         int64_t at = i * Kp + d;
@@ -95,12 +100,13 @@ INLINE void prepare_token(const token_rows *r, pending p, int64_t i, int64_t Kp,
             addition a = add_decay(p, d, load(r->g + at), limit_of(leaves));
             decay = choose(a.stays, splat(1), exp_of(a.e));
             if (leaves) keep = a.sum >= splat(-1), decay = choose(keep, expm1_of(a.e), decay);
-            read = load(p.read + d), removed = after ? exp_of(a.e) : before, written = a.write;
+            read = load(p.read + d), removed = (after ? exp_of(a.e) : before) * vary, added = a.write;
+            written = splat(1) / (read * vary); /* of the rounded product, so that it varies with the token */
         }
         store(r->query + at, load(r->query + at) * read);
         store(r->remove + at, load(r->remove + at) * removed);
         store(r->write + at, load(r->write + at) * written);
-        if (two) store(r->add + at, load(r->add + at) * written);
+        if (two) store(r->add + at, load(r->add + at) * added);
         store(r->decay + at, decay);
         *(ivec *)(r->keep + at) = keep;
         store(r->read + at, read), store(r->removed + at, removed), store(r->written + at, written);
@@ -126,11 +132,21 @@ static void want_tokens(const problem *p, const sequence *s, int64_t h, int64_t 
     if ((p->after != 0) == AFTER && (p->scalar != 0) == SCALAR && has_two_streams(p) == TWO)                            \
         for (int64_t i = 0; i < count; i++) prepare_token(r, sums, i, Kp, leaves && i + 1 == count, AFTER, SCALAR, TWO);
 
-/* The rows of a chunk with its decays. `leaves`: whether the state leaves the pass after the last token. */
-static void prepare(const problem *p, const sequence *s, int64_t h, int64_t from, int64_t count, int64_t Kp, int leaves, pending sums,
-                    const token_rows *r) {
+/* From 1 to 2, a number for each token of a piece: fractions of multiples of the golden ratio, which are far from each other. */
+INLINE float varied(int64_t t) {
+    uint32_t bits = 0x3f800000 | (uint32_t)(t % PIECE) * 2654435769u >> 9;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+/* The rows of a chunk with its decays. `leaves`: whether the state leaves the pass after the last token. `alone`: whether the token's
+ * place in its piece is not known, as in a decode step. */
+static void prepare(const problem *p, const sequence *s, int64_t h, int64_t from, int64_t count, int64_t Kp, int leaves, int alone,
+                    pending sums, const token_rows *r) {
     load_tokens(p, s, h, from, count, Kp, r);
     if (!p->g.data) return;
+    for (int64_t i = 0; i < count && !alone; i++) r->vary[i] = varied(from + i);
     PREPARE(0, 0, 0) PREPARE(0, 0, 1) PREPARE(0, 1, 0) PREPARE(0, 1, 1)
     PREPARE(1, 0, 0) PREPARE(1, 0, 1) PREPARE(1, 1, 0) PREPARE(1, 1, 1)
 }

@@ -9,7 +9,7 @@
 #define STRIP 4 /* vectors of a strip: two sums for each, and the factors of a row, are in registers */
 
 /* Tokens of a run, and rows of values, `columns` floats apart. In the forward pass `output` gets o_t. In the backward pass `error` gets
- * v_t - x_t, which is the gradient of beta for one of u_t, and each token writes a state of its own. */
+ * u_t / beta_t, and each token writes a state of its own. */
 typedef struct {
     token_rows r;
     int64_t K, Kp, columns, count;
@@ -19,12 +19,25 @@ typedef struct {
     wanted *ahead;
 } run;
 
+#define ROWS 8 /* rows that are summed at once, from one prefetch to the next. Sums of such sums have smaller rounding errors */
+
+INLINE void clear(vec x[STRIP], const int vectors) {
+    for (int j = 0; j < vectors; j++) x[j] = splat(0);
+}
+
+INLINE void add_to(vec total[STRIP], const vec x[STRIP], const int vectors) {
+    for (int j = 0; j < vectors; j++) total[j] += x[j];
+}
+
 /* x_j = sum over rows of remove_d P_dj */
 INLINE void read_strip(tile P, int64_t K, const float *remove, vec x[STRIP], const int vectors) {
-    for (int j = 0; j < vectors; j++) x[j] = splat(0);
-    for (int64_t d = 0; d < K; d++) {
-        vec factor = splat(remove[d]);
-        for (int j = 0; j < vectors; j++) x[j] += factor * load(P.data + d * P.row + j * LANES);
+    clear(x, vectors);
+    for (int64_t d = 0; d < K; d += ROWS) {
+        vec sum[STRIP];
+        clear(sum, vectors);
+        for (int64_t row = d; row < K && row < d + ROWS; row++)
+            for (int j = 0; j < vectors; j++) sum[j] += splat(remove[row]) * load(P.data + row * P.row + j * LANES);
+        add_to(x, sum, vectors);
     }
 }
 
@@ -50,26 +63,23 @@ INLINE void token_row(factors r, int64_t d, const float *from, float *to, const 
     }
 }
 
-#define PREFETCH_ROWS 8 /* rows from one prefetch to the next */
-
 /* One token of a strip. */
 INLINE void token_strip(const run *m, int64_t i, tile from, tile to, const float *u, const float *v, vec o[STRIP], vec x[STRIP],
                         const int vectors, const int decays, const int two, const int output, const int more, const int leaves) {
-    int64_t K = m->K, at = i * m->Kp, d = 0;
+    int64_t K = m->K, at = i * m->Kp;
     factors r = {m->r.decay + at, m->r.write + at, m->r.add + at, m->r.query + at, m->r.remove + at + m->Kp, m->r.keep + at};
-    vec query[STRIP], remove[STRIP];
-    for (int j = 0; j < vectors; j++) query[j] = remove[j] = splat(0);
-    for (; d + PREFETCH_ROWS <= K; d += PREFETCH_ROWS) {
+    if (output) clear(o, vectors);
+    if (more) clear(x, vectors);
+    for (int64_t d = 0; d < K; d += ROWS) {
+        int64_t end = d + ROWS < K ? d + ROWS : K;
+        vec query[STRIP], remove[STRIP];
+        clear(query, vectors), clear(remove, vectors);
         prefetch_one(m->ahead);
-        for (int64_t row = d; row < d + PREFETCH_ROWS; row++)
+        for (int64_t row = d; row < end; row++)
             token_row(r, row, from.data + row * from.row, to.data + row * to.row, u, v, query, remove, vectors, decays, two, output, more,
                       leaves);
-    }
-    for (; d < K; d++)
-        token_row(r, d, from.data + d * from.row, to.data + d * to.row, u, v, query, remove, vectors, decays, two, output, more, leaves);
-    for (int j = 0; j < vectors; j++) {
-        if (output) o[j] = query[j];
-        if (more) x[j] = remove[j];
+        if (output) add_to(o, query, vectors);
+        if (more) add_to(x, remove, vectors);
     }
 }
 
@@ -84,7 +94,7 @@ INLINE void run_strip(const run *m, tile from, tile to, int64_t step, int64_t co
         const float *v = m->v + i * m->columns + column;
         float *u = m->u + i * m->columns + column;
         for (int j = 0; j < vectors; j++) {
-            vec error = load(v + j * LANES) - x[j];
+            vec error = splat(m->r.vary[i]) * load(v + j * LANES) - x[j];
             store(u + j * LANES, two ? x[j] : splat(m->r.beta[i]) * error);
             if (!two && !output) store(m->error + i * m->columns + column + j * LANES, error);
         }
