@@ -120,8 +120,8 @@ def add_level(
     """The gradients with those of the pairs of a level. Sums of dg multiply the same rounded tiles on both sides of an anchor."""
     query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
     mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
-    Pq = tl.load(weights + at, mask=mask, other=0.0)
-    Pa = tl.load(weights + C * C + at, mask=mask, other=0.0)
+    Pq = tl.where(mask, tl.load(weights + at), 0.0)
+    Pa = tl.where(mask, tl.load(weights + C * C + at), 0.0)
     Xq = (channels(queries, i, live, j, K, BJ) * query).to(OPERAND)
     Xa = (channels(removals, i, live, j, K, BJ) * removal * (-1.0 if STREAMS == 1 else 1.0)).to(OPERAND)
     Xb = (channels(writes, i, live, j, K, BJ) * key).to(OPERAND)
@@ -131,8 +131,8 @@ def add_level(
     of_columns = dXb * Xb.to(tl.float32)
     db += dXb * key
     if STREAMS == 2:
-        Pq = tl.load(late + at, mask=mask, other=0.0)
-        Pa = tl.load(late + C * C + at, mask=mask, other=0.0)
+        Pq = tl.where(mask, tl.load(late + at), 0.0)
+        Pa = tl.where(mask, tl.load(late + C * C + at), 0.0)
         Xk = (channels(keys, i, live, j, K, BJ) * key).to(OPERAND)
         dXq += product(Pq, Xk, PRECISION)
         dXa += product(Pa, Xk, PRECISION)
@@ -288,8 +288,8 @@ def penstock_delta_gradients(
                     K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
                 )  # fmt: skip
         else:
-            Pq = tl.load(weights + at, mask=ordered(i, INCLUSIVE), other=0.0)
-            Pa = tl.load(weights + C * C + at, mask=ordered(i, EXCLUSIVE), other=0.0)
+            Pq = tl.where(ordered(i, INCLUSIVE), tl.load(weights + at), 0.0)
+            Pa = tl.where(ordered(i, EXCLUSIVE), tl.load(weights + C * C + at), 0.0)
             dq_ += product(Pq, B, PRECISION)
             da_ += product(Pa, B, PRECISION)
             db_ += product(tl.trans(Pq), Q, PRECISION) + product(tl.trans(Pa), A, PRECISION)
