@@ -12,8 +12,8 @@ from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
-from ..portable import gradients, prepare, walk, walk_backward
+from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
+from ..portable import gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
 
 WIDEST = 128
 """Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
@@ -118,17 +118,32 @@ def _backward(call: Backward) -> Plan:
         K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
         PRECISION=call.precision, STAGES=b.stages,
     )  # fmt: skip
-    b = call.config("gradients")
+    b = call.config("pairs_backward")
     weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
-    levels, anchors = len(lengths(C, call.low)), call.low > 0
+    straddling = plan.empty("straddling", slots, H, C) if call.decay == SCALAR else "q"
     plan.launch(
-        gradients.penstock_delta_gradients, call.programs(slots, 1),
-        ("q", "k", "v", "g", "beta", *call.streamed, *call.matrices(plan), "pairs", weights, *present(plan, "late", "solved", "x"), z,
-         "chunk_states", d_states, "d_output",
-         dq, dk, dg, dbeta, da, db, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta", *call.streamed), *d_output.stride()), b.warps,
-        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, DG=dg != "q",
-        PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+        pairs_backward.penstock_delta_pairs_bwd, call.programs(slots, 1),
+        ("v", "g", "beta", "pairs", weights, *present(plan, "late", "solved", "x"), z, "d_output", straddling, dbeta, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
+        V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
+    states, arguments = ("x", z, "chunk_states", d_states, "d_output"), ("q", "k", "v", "g", "beta")
+    if call.decay != CHANNEL:
+        b = call.config("scalar_gradients")
+        plan.launch(
+            scalar_gradients.penstock_delta_scalar_gradients, call.programs(slots, 1),
+            (*arguments, weights, *states, straddling, dq, dk, dg, "cu_seqlens"),
+            (p.scale, sequences, tokens, H, *call.strides(*arguments), *d_output.stride()), b.warps,
+            K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision,
+        )  # fmt: skip
+        return plan
+    b = call.config("gradients")
+    plan.launch(
+        gradients.penstock_delta_gradients, call.programs(slots, math.ceil(K / b.BJ)),
+        (*arguments, *call.streamed, *call.matrices(plan), weights, *present(plan, "late"), *states, dq, dk, dg, da, db, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides(*arguments, *call.streamed), *d_output.stride()), b.warps,
+        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, LEVELS=len(lengths(C, call.low)), ANCHOR=call.low > 0,
+        DG=dg != "q", PACKED=call.packed, PRECISION=call.precision,
     )  # fmt: skip
     return plan
 

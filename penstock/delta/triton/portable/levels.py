@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ....gpu.decays import FLOOR
 from ....gpu.levels import apart, selected
-from ....gpu.tiles import LOG2E, uniform
+from ....gpu.tiles import LOG2E, span_of, uniform
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
 LEAST = tl.constexpr(2.0**-100)  # stands for a beta of 0
@@ -45,6 +45,20 @@ def pairs_of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.c
     if ANCHOR:
         mask = (uniform(level < LEVELS) & mask) | (uniform(level == LEVELS) & within(i, C >> LEVELS) & ordered(i, EXCLUSIVE))
     return mask
+
+
+@triton.jit
+def halves_of_level(i, live, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr):
+    """Which tokens are rows, and which are columns, of the pairs of a level.
+
+    Tiles that are loaded for each level take no registers between levels. Masks that depend on the level keep the loads in the loop.
+    """
+    second = (i & (C // 2 >> level)) != 0
+    if ANCHOR:
+        anchored = uniform(level == LEVELS)
+        return live & (second | anchored), live & (~second | anchored)
+    else:
+        return live & second, live & ~second
 
 
 @triton.jit
@@ -90,6 +104,18 @@ def scalar_factors(g, i, live, g_t, SCALAR: tl.constexpr):
         rest = read
         total = 1.0
     return decays, read, rest, total
+
+
+@triton.jit
+def chunk_of(program, cu_seqlens, N, T, H, C: tl.constexpr, PACKED: tl.constexpr):
+    """The chunk and head of a program: the batch row, the first token's row, the number of tokens, the head, the index [slots,H]."""
+    slot = program // H
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    h = (program % H).to(tl.int64)
+    batch = n.to(tl.int64)
+    if PACKED:
+        batch = batch * 0
+    return batch, begin + done, tl.minimum(end - begin - done, C).to(tl.int32), h, slot.to(tl.int64) * H + h
 
 
 @triton.jit

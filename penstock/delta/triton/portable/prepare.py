@@ -21,12 +21,14 @@ import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR, decays
 from ....gpu.levels import apart, selected
-from ....gpu.tiles import product, span_of, tile
+from ....gpu.tiles import product, tile
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
     LATER,
+    chunk_of,
     factors_of_level,
+    halves_of_level,
     ordered,
     pairs_of_level,
     scalar_factors,
@@ -56,17 +58,18 @@ def store_pairs(
     ab = tl.zeros((C, C), tl.float32)
     qk = tl.zeros((C, C), tl.float32)
     ak = tl.zeros((C, C), tl.float32)
+    later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
         d = decays(g, i, live, g_t, j, g_k, K, BJ)
         query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
-        q = (channels(queries, i, live, j, K, BJ) * query).to(OPERAND)
-        a = (channels(removals, i, live, j, K, BJ) * removal).to(OPERAND)
-        b = tl.trans((channels(writes, i, live, j, K, BJ) * key).to(OPERAND))
+        q = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
+        a = (channels(removals, i, later, j, K, BJ) * removal).to(OPERAND)
+        b = tl.trans((channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND))
         qb += product(q, b, PRECISION)
         ab += product(a, b, PRECISION)
         if STREAMS == 2:
-            k = tl.trans((channels(keys, i, live, j, K, BJ) * key).to(OPERAND))
+            k = tl.trans((channels(keys, i, earlier, j, K, BJ) * key).to(OPERAND))
             qk += product(q, k, PRECISION)
             ak += product(a, k, PRECISION)
     mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
@@ -185,23 +188,15 @@ def penstock_delta_prepare(
     tl.static_assert(GATE == CHANNEL or AFTER)
     tl.static_assert(STREAMS == 1 or GATE == CHANNEL)
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    h = (tl.program_id(0) % H).to(tl.int64)
-    slot = tl.program_id(0) // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    tokens = tl.minimum(end - begin - done, C).to(tl.int32)
+    batch, row, tokens, h, share = chunk_of(tl.program_id(0), cu_seqlens, N, T, H, C, PACKED)
     if tokens <= 0:
         return
     if PIECE > 0:
         if tokens < C:
             return
-    batch = n.to(tl.int64)
-    if PACKED:
-        batch = batch * 0
-    row = begin + done
     i = tl.arange(0, C)
     live = i < tokens
     at = i[:, None] * C + i[None, :]
-    share = slot.to(tl.int64) * H + h
     queries = (q + batch * q_b + row * q_t + h * q_h, q_t, q_k)
     keys = (k + batch * k_b + row * k_t + h * k_h, k_t, k_k)
     removals = (a + batch * a_b + row * a_t + h * a_h, a_t, a_k)
