@@ -479,6 +479,9 @@ def inline_asm(asm, constraints, args, dtype, is_pure, pack):
         return Value(torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x))
     if asm.startswith(("mov", "griddepcontrol.launch_dependents; mov")):
         return args[0]
+    if asm.startswith("shfl.sync.bfly"):  # of tiles whose tokens are as in ``delta/triton/sm90/layouts.py``: lane 4 is token 1
+        x = raw(args[0])
+        return Value(x[torch.arange(len(x)) ^ int(asm.split(",")[2]) // 4])
     if asm.startswith("cp.async.bulk.prefetch.L2"):
         assert not (raw(args[0]) % 16).any()
         assert not (raw(args[1]) % 16).any()
@@ -575,7 +578,8 @@ _LANGUAGE.trans = lambda x: Value(raw(x).mT)
 _LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum(axis).flip(axis) if reverse else raw(x).cumsum(axis))
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
-    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None,
+    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "by_token": lambda W: None, "by_group": lambda W: None,
+    "diagonal_layout": lambda: None, "fence_async_shared": lambda: None, "meet": lambda: None,
     "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
     "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,

@@ -1,0 +1,246 @@
+"""What a chunk of KDA needs besides the state, on Hopper, in Gluon: any decay at the same speed.
+
+With w the decay of a token, and the scale folded into q, a chunk of 64 tokens has
+
+    A_q[t,s] = sum over channels of q_t k_s w_{s+1} ... w_t (s <= t)             A_k likewise with k_t (s < t)
+    T   = (I + diag(beta) A_k)^-1                                                A  = A_q T
+    B^T = T^T (k o w_{s+1} ... w_64)                                             q, k o w_1 ... w_t           total = w_1 ... w_64
+
+A_q and A_k are sums over dyadic levels: see ``recurrence/triton/sm90/channel_forward.py``. All factors are at most 1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
+from ....gpu.ring import barriers
+from ....gpu.tiles import LOG2E, span_of
+from .inverse import inverted_blocks, store_inverse
+from .layouts import GROUPS, ROWS, C, by_group, by_token, spread
+from .pairs import added, widened, widened_to_groups
+
+FACTORS = gl.constexpr(4)  # of groups: decays before it and after it, and those of level 32 for rows and for columns
+
+
+@gluon.jit
+def store_factors(part, factors_s, first, totals, W: gl.constexpr, across: gl.constexpr):
+    """From log2 decays of groups ``part`` [GROUPS,W]: the factors of each group in memory, and the decays of the chunk at ``totals``."""
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    before = gl.zeros([GROUPS, W], gl.float32, across)
+    after = gl.zeros([GROUPS, W], gl.float32, across)
+    rows = gl.zeros([GROUPS, W], gl.float32, across)
+    columns = gl.zeros([GROUPS, W], gl.float32, across)
+    whole = gl.zeros([1, W], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        whole += one
+        before += gl.where(group > n, one, 0.0)
+        after += gl.where(group < n, one, 0.0)
+        if n == 1:
+            columns += gl.where(group == 0, one, 0.0)
+        if n == 2:
+            rows += gl.where(group == 3, one, 0.0)
+    factors_s.index(first).store(exp2(before))
+    factors_s.index(first + 1).store(exp2(after))
+    factors_s.index(first + 2).store(exp2(rows))
+    factors_s.index(first + 3).store(exp2(columns))
+    gl.store(totals + gl.arange(0, W, gl.SliceLayout(0, across))[None, :], exp2(whole))
+
+
+@gluon.jit
+def group_sums(g, W: gl.constexpr):
+    """The sums of a tile of decays [C,W] in shared memory over the tokens of each group, log2: [GROUPS,W]."""
+    layout: gl.constexpr = gl.BlockedLayout([16, W // 32], [1, 32], [4, 1], [1, 0])
+    return gl.sum(gl.reshape(g.load(layout).to(gl.float32), [GROUPS, ROWS, W]), 1) * LOG2E
+
+
+@gluon.jit
+def far(x, columns, first: gl.constexpr, count: gl.constexpr, acc, mma: gl.constexpr):
+    """acc plus the products of the rows x [C,W] with ``count`` rows of the tile ``columns`` [C,W] from ``first`` on: [C,count]."""
+    y = columns.slice(first, count).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+    return mma_v2(gl.convert_layout(x, gl.DotOperandLayout(0, mma, 2), assert_trivial=True), y, acc)
+
+
+@gluon.jit
+def assembled(D, near_0, near_2, far_01, narrow: gl.constexpr, mma: gl.constexpr):
+    """A [C,C] from blocks on the diagonal D, level 16 (columns of groups 0 and 2) and level 32 (columns of groups 0 and 1)."""
+    D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
+    far_0, far_1 = gl.split(gl.permute(gl.reshape(far_01, [C, 2, ROWS]), (0, 2, 1)))
+    far_0 = gl.convert_layout(far_0, narrow, assert_trivial=True)
+    far_1 = gl.convert_layout(far_1, narrow, assert_trivial=True)
+    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
+    A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0))
+    A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0))
+    A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0))
+    A_3 = gl.where(group == 3, D, 0.0)
+    A = gl.join(gl.join(A_0, A_2), gl.join(A_1, A_3))  # [C,ROWS, bit 1 of the group, bit 0]
+    return gl.convert_layout(gl.reshape(gl.permute(A, (0, 2, 3, 1)), [C, C]), mma, assert_trivial=True)
+
+
+@gluon.jit
+def pairs_and_tiles(q_s, k_s, g_s, rest_s, near_s, far_s, factors_s, scale, W: gl.constexpr, PARTS: gl.constexpr):
+    """A_q and A_k in blocks, without scale and beta; q, k o w_1 ... w_t replace q and k, and ``rest_s`` gets k o w_{s+1} ... w_64."""
+    kind: gl.constexpr = q_s.dtype
+    layout: gl.constexpr = by_token(W)
+    grouped: gl.constexpr = by_group(W)
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    D_q = gl.zeros([GROUPS, ROWS, ROWS], gl.float32, inner)
+    D_k = D_q
+    near_q0 = gl.zeros([C, ROWS], gl.float32, narrow)
+    near_q2 = near_q0
+    near_k0 = near_q0
+    near_k2 = near_q0
+    far_q = gl.zeros([C, 2 * ROWS], gl.float32, narrow)
+    far_k = far_q
+    for p in range(PARTS):
+        Q = q_s.index(p).load(layout)
+        Kt = k_s.index(p).load(layout)
+        through = exp2(g_s.index(p).load(layout).to(gl.float32) * LOG2E)
+        total = through
+        remaining = gl.full([C, W], 1.0, gl.float32, layout)
+        Qf = Q.to(gl.float32)
+        Kf = Kt.to(gl.float32)
+        D_q = added(D_q, Q, Kt, a == b, inner)
+        for n in gl.static_range(4):
+            second = ((i >> n) & 1)[:, None] == 1
+            X_q = (Qf * through).to(kind)
+            if n == 0:
+                X_k = gl.where(second, (Kf * through).to(kind), Kt)
+            else:
+                X_k = (Kf * gl.where(second, through, remaining)).to(kind)
+            split = ((a ^ b) >> n == 1) & (a > b)
+            D_q = added(D_q, X_q, X_k, split, inner)
+            D_k = added(D_k, X_k, X_k, split, inner)
+            if n < 3:
+                through, remaining, total = widened(through, remaining, total, n, layout)
+            else:
+                through, remaining = widened_to_groups(through, remaining, total, layout)
+        first = FACTORS * p
+        Qf *= through
+        through = Kf * through
+        remaining = Kf * remaining
+        near_s.store(remaining.to(kind))
+        far_s.store((remaining * spread(factors_s.index(first + 3), W, layout, grouped)).to(kind))
+        rest_s.index(p).store((remaining * spread(factors_s.index(first + 1), W, layout, grouped)).to(gl.float16))
+        before = spread(factors_s.index(first), W, layout, grouped)
+        q_s.index(p).store((Qf * (before * scale)).to(kind))
+        k_s.index(p).store((through * before).to(kind))
+        meet()
+        X_q = Qf.to(kind)
+        X_k = through.to(kind)
+        near_q0 = far(X_q, near_s, 0, ROWS, near_q0, narrow)
+        near_k0 = far(X_k, near_s, 0, ROWS, near_k0, narrow)
+        near_q2 = far(X_q, near_s, 2 * ROWS, ROWS, near_q2, narrow)
+        near_k2 = far(X_k, near_s, 2 * ROWS, ROWS, near_k2, narrow)
+        rows = spread(factors_s.index(first + 2), W, layout, grouped)
+        far_q = far((Qf * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
+        far_k = far((through * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
+    return (D_q, near_q0, near_q2, far_q), (D_k, near_k0, near_k2, far_k)
+
+
+@gluon.jit(do_not_specialize=["N", "T", "H", "R"])
+def penstock_kda_prepare_sm90(
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
+
+    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
+    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
+    """
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    PARTS: gl.constexpr = K // W
+    kind: gl.constexpr = q_tiles.dtype
+    across: gl.constexpr = gl.SliceLayout(1, by_group(W))
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    parted: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    slot = gl.program_id(1)
+    h = gl.program_id(0)
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    b = n.to(gl.int64)
+    if PACKED:
+        b = b * 0
+    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    if left <= 0:
+        return
+    line = b * T + begin + done
+    row = line.to(gl.int32)
+    q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
+    g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
+    rest_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, W], q_tiles.layout)
+    near_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
+    far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
+    part_s = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    factors_s = gl.allocate_shared_memory(gl.float32, [PARTS * FACTORS, GROUPS, W], plain2)
+    loaded = barriers(PARTS, 1)
+    fence_async_shared()
+    meet()
+    for p in gl.static_range(PARTS):
+        mbarrier.expect(loaded.index(p), q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + g_tiles.block_type.nbytes)
+        async_load(g_tiles, [row, h * K + p * W], loaded.index(p), g_s.index(p))
+        async_load(q_tiles, [row, h // R * K + p * W], loaded.index(p), q_s.index(p))
+        async_load(k_tiles, [row, h // R * K + p * W], loaded.index(p), k_s.index(p))
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))
+    at = beta + b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    rates = gl.load(at + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)
+    place = slot.to(gl.int64) * H + h
+    clean: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    for p in gl.static_range(PARTS):
+        mbarrier.wait(loaded.index(p), 0)
+        if left < C:
+            zero_rows_from(q_s.index(p), left, clean)
+            zero_rows_from(k_s.index(p), left, clean)
+            zero_rows_from(g_s.index(p), left, clean)
+        part_s.index(p).store(gl.convert_layout(group_sums(g_s.index(p), W), across))
+    meet()
+    for p in gl.static_range(PARTS):
+        store_factors(part_s.index(p), factors_s, FACTORS * p, totals + place * K + p * W, W, across)
+    meet()
+    of_q, of_k = pairs_and_tiles(q_s, k_s, g_s, rest_s, near_s, far_s, factors_s, scale, W, PARTS)
+    fence_async_shared()
+    meet()
+    to = (place * C).to(gl.int32)
+    for p in gl.static_range(PARTS):
+        async_store(qt_tiles, [to, p * W], q_s.index(p))
+        async_store(kt_tiles, [to, p * W], k_s.index(p))
+
+    n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
+    t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    A = assembled(of_k[0], of_k[1], of_k[2], of_k[3], narrow, mma) * -rates[:, None]
+    own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
+    D = inverted_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s, d_s)
+    store_inverse(D, A, t_s, N_s, mma)
+    A = (assembled(of_q[0], of_q[1], of_q[2], of_q[3], narrow, mma) * scale).to(gl.float16)
+    A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+    a_s = reinterpret(N_s, kind, [C, C], half)
+    a_s.store(A.to(kind))
+    fence_async_shared()
+    meet()
+    async_store(a_tiles, [to, 0], a_s)
+    for p in gl.static_range(PARTS):
+        B = warpgroup_mma(t_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
+        b_s = reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout)
+        meet()
+        b_s.store(B.to(kind))
+    fence_async_shared()
+    meet()
+    for p in gl.static_range(PARTS):
+        async_store(bt_tiles, [to, p * W], reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout))
+    tma.store_wait(0)
