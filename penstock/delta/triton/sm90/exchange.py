@@ -21,11 +21,25 @@ def acquired(count):
 
 @gluon.jit
 def wait_for_count(count, wanted):
-    """Wait until the count at an address is at least ``wanted``. Copies that are started afterwards see what was written before."""
+    """Wait until the count at an address is at least ``wanted``. Copies that are started afterwards read what was written before."""
     found = acquired(count)
     while found < wanted:
         found = acquired(count)
     gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [found], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_of(count):
+    """The count at an address, from a load that need not be complete yet. What was written before is not visible for that."""
+    asm: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
+    return gl.inline_asm_elementwise(asm, "=r,l", [count.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_room(found, count, wanted):
+    """Wait until the count is at least ``wanted``. ``found``: the result of ``count_of``. Copies that are started afterwards may overwrite."""
+    while found < wanted:
+        found = count_of(count)
 
 
 @gluon.jit
@@ -43,5 +57,5 @@ def wait_for_copies(x, PENDING: gl.constexpr):
 def release_count(count, value):
     """Set the count at an address, after a barrier of the group of warps."""
     meet()
-    asm: gl.constexpr = "fence.proxy.async; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
+    asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
     gl.inline_asm_elementwise(asm, "=r,l,r", [count.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)

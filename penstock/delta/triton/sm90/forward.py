@@ -24,7 +24,7 @@ from ....gpu.ring import barriers
 from ....gpu.tiles import tokens_of
 from .exchange import release_count, wait_for_count
 from .layouts import GROUPS, ROWS, C
-from .prepare import FACTORS
+from .prepare import memory_of_factors
 from .producers import invert, prepare
 
 
@@ -41,7 +41,6 @@ def ask_chunk(tiles, rings, bars, counts, c, slot, there, SHARE: gl.constexpr):
     x_tiles, a_tiles = tiles
     if there:
         wait_for_count(counts + c % SHARE, c // SHARE + 1)
-        wait_for_count(counts + (SHARE + c % SHARE), c // SHARE + 1)
     meet()
     for m in gl.static_range(3):
         ask(x_tiles, rings[m], bars.index(m), slot * (3 * C) + m * C, 0, there)
@@ -110,7 +109,7 @@ def walk(
         O = warpgroup_mma(X, a_s.permute((1, 0)), O, is_async=True)
         S, O, L, X = warpgroup_mma_wait(0, [S, O, L, X])
         tma.store_wait(0)
-        release_count(counts + (2 * SHARE + vb), c + 1)
+        release_count(counts + (SHARE + vb), c + 1)
         slot = ring * DEPTH + (c + 1) % DEPTH
         ask(v_tiles, v_s, bars.index(4), row + t + C, value_column, more)
         O = O.to(kind)
@@ -143,7 +142,7 @@ def penstock_kda_fwd_sm90(
 
     TMA tiles: q, k [C,W] of tokens [B T,H / R K], g [C,W] of [B T,H K], v and output [C,C] of [B T,H V]; rings in memory: x [N H DEPTH 3 C,K]
     for k, q and B^T, in parts [C,W] and tiles [C,K], and A [N H DEPTH C,C]. Reads beta [B,T,H] and the initial state [N,H,K,V] by strides.
-    Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [N H DEPTH,K]; counts [N H,2 SHARE + V / C], 0 at first. Program (sequence,
+    Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [N H DEPTH,K]; counts [N H,SHARE + V / C], 0 at first. Program (sequence,
     head, r < SHARE).
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
@@ -172,7 +171,7 @@ def penstock_kda_fwd_sm90(
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
     part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    factors_s = gl.allocate_shared_memory(gl.float32, [FACTORS, GROUPS, W], plain2)
+    factors_s = memory_of_factors(W)
     n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], flat)
     d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
@@ -196,7 +195,7 @@ def penstock_kda_fwd_sm90(
     meet()
 
     token = b * T + row
-    counts += ring.to(gl.int64) * (2 * SHARE + NV)
+    counts += ring.to(gl.int64) * (SHARE + NV)
     beta += b * b_b + row * b_t + head * b_h
     first = initial_state + owner * s_n + head * s_h + r.to(gl.int64) * (C * s_v.to(gl.int64))
     last = final_state + (owner * H + head) * (K * V) + r * C

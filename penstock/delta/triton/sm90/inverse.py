@@ -38,17 +38,19 @@ def inverted_blocks(n_s, d_s):
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     block: gl.constexpr = gl.SliceLayout(1, columns)
     j = gl.arange(0, ROWS, gl.SliceLayout(0, columns))[None, :]
-    rows = reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], plain)
     t = (gl.where(j == 0, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns)),)
-    rows.index(0).store(t[0].to(gl.float16))
     for r in gl.static_range(1, 16):
         x = gl.where(j == r, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns))
         for i in gl.static_range(r):
             x += n_s.index(ROWS * r + i).load(block)[:, None] * t[i]
         t = t + (x,)
-        rows.index(r).store(x.to(gl.float16))
+    a = gl.join(gl.join(gl.join(t[0], t[8]), gl.join(t[4], t[12])), gl.join(gl.join(t[2], t[10]), gl.join(t[6], t[14])))
+    b = gl.join(gl.join(gl.join(t[1], t[9]), gl.join(t[5], t[13])), gl.join(gl.join(t[3], t[11]), gl.join(t[7], t[15])))
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 3, 4, 5, 1)), [GROUPS, ROWS, ROWS])  # one store: Triton synchronizes warps between two
+    rows.permute((1, 0, 2)).store(x.to(gl.float16))
     meet()
-    return reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], plain).permute((1, 0, 2)).load(gl.SliceLayout(2, diagonal_layout()))
+    return rows.permute((1, 0, 2)).load(gl.SliceLayout(2, diagonal_layout()))
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, spread
 from .pairs import added, widened, widened_to_groups
 
-FACTORS = gl.constexpr(5)  # of groups: decays before it, for q with scale, and for k; after it; of level 32 for rows and for columns
 
 
 @gluon.jit
@@ -36,7 +35,22 @@ def store_group_sums(g, part, W: gl.constexpr):
 
 
 @gluon.jit
-def store_factors(part, factors_s, first, totals, scale, W: gl.constexpr):
+def memory_of_factors(W: gl.constexpr):
+    """Memory [GROUPS,W] for factors of groups: decays before it, for q with scale, and for k; after it; of level 32 for rows and for columns.
+
+    Each has its own: between stores to one allocation, Triton synchronizes all warps.
+    """
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    a = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    return a, b, c, d, e
+
+
+@gluon.jit
+def store_factors(part, factors_s, totals, scale, W: gl.constexpr):
     """From log2 decays of groups ``part`` [GROUPS,W]: the factors of each group in memory, and the decays of the chunk at ``totals``."""
     across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
@@ -49,11 +63,11 @@ def store_factors(part, factors_s, first, totals, scale, W: gl.constexpr):
     before = gl.where(group > 0, one_0, 0.0) + gl.where(group > 1, one_1, 0.0) + gl.where(group > 2, one_2, 0.0)
     after = gl.where(group < 3, one_3, 0.0) + gl.where(group < 2, one_2, 0.0) + gl.where(group < 1, one_1, 0.0)
     decay = exp2(before)
-    factors_s.index(first).store(decay * scale)
-    factors_s.index(first + 1).store(decay)
-    factors_s.index(first + 2).store(exp2(after))
-    factors_s.index(first + 3).store(exp2(gl.where(group == 3, one_2, 0.0)))
-    factors_s.index(first + 4).store(exp2(gl.where(group == 0, one_1, 0.0)))
+    factors_s[0].store(decay * scale)
+    factors_s[1].store(decay)
+    factors_s[2].store(exp2(after))
+    factors_s[3].store(exp2(gl.where(group == 3, one_2, 0.0)))
+    factors_s[4].store(exp2(gl.where(group == 0, one_1, 0.0)))
     gl.store(totals + channel + zero.to(gl.int32), exp2(one_0 + one_1 + one_2 + one_3), mask=group == 0)
 
 
@@ -105,7 +119,7 @@ def no_pairs():
 
 
 @gluon.jit
-def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, first, of_q, of_k, W: gl.constexpr):
+def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W: gl.constexpr):
     """Add the products of W channels to the blocks of A_q and A_k, without scale and beta.
 
     q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t, and ``rest`` gets k o w_{s+1} ... w_64.
@@ -147,16 +161,16 @@ def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, first, of_q, of_k, 
     Kt = Kf * through
     remaining = Kf * remaining
     near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
-    far_s.store((remaining * spread(factors_s.index(first + 4), W, layout, grouped)).to(kind))
-    rest.store((remaining * spread(factors_s.index(first + 2), W, layout, grouped)).to(gl.float16))
-    q.store((Qf * spread(factors_s.index(first), W, layout, grouped)).to(kind))
-    k.store((Kt * spread(factors_s.index(first + 1), W, layout, grouped)).to(kind))
+    far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
+    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(gl.float16))
+    q.store((Qf * spread(factors_s[0], W, layout, grouped)).to(kind))
+    k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
     meet()
     X_q = Qf.to(kind)
     X_k = Kt.to(kind)
     near_q = near(X_q, near_s, near_q, paired)
     near_k = near(X_k, near_s, near_k, paired)
-    rows = spread(factors_s.index(first + 3), W, layout, grouped)
+    rows = spread(factors_s[3], W, layout, grouped)
     far_q = far((Qf * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
     far_k = far((Kt * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
     return (D_q, near_q, far_q), (D_k, near_k, far_k)
@@ -199,8 +213,8 @@ def penstock_kda_prepare_sm90(
     rest_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, W], q_tiles.layout)
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
-    part_s = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    factors_s = gl.allocate_shared_memory(gl.float32, [PARTS * FACTORS, GROUPS, W], plain2)
+    part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    factors_s = memory_of_factors(W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
     meet()
@@ -220,17 +234,14 @@ def penstock_kda_prepare_sm90(
             zero_rows_from(q_s.index(p), left, clean)
             zero_rows_from(k_s.index(p), left, clean)
             zero_rows_from(g_s.index(p), left, clean)
-        store_group_sums(g_s.index(p), part_s.index(p), W)
-    meet()
-    for p in gl.static_range(PARTS):
-        store_factors(part_s.index(p), factors_s, FACTORS * p, totals + place * K + p * W, scale, W)
-    meet()
     of_q = no_pairs()
     of_k = no_pairs()
     for p in range(PARTS):
-        of_q, of_k = pairs_and_tiles(
-            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, FACTORS * p, of_q, of_k, W
-        )
+        store_group_sums(g_s.index(p), part_s, W)
+        meet()
+        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
+        meet()
+        of_q, of_k = pairs_and_tiles(q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, of_q, of_k, W)
     fence_async_shared()
     meet()
     to = (place * C).to(gl.int32)

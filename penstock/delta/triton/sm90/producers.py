@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
-from .exchange import release_count, wait_for_copies, wait_for_count
+from .exchange import count_of, release_count, wait_for_copies, wait_for_room
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 from .prepare import assembled, no_pairs, pairs_and_tiles, store_factors, store_group_sums
@@ -40,6 +40,7 @@ def prepare(
     K: gl.constexpr, NV: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Pairs and tiles of chunks r, r + SHARE, ... of a sequence: a unit of W channels after another."""
+    gl.static_assert(NV <= 2)
     q_s, k_s, g_s = memory
     part_s, factors_s = sides
     n_s, N_s, aq_s = pair_s
@@ -62,8 +63,10 @@ def prepare(
         left = tokens - c * C
         slot = ring * DEPTH + c % DEPTH
         rates = gl.load(beta + (c * C + i).to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)
-        for m in gl.static_range(NV):
-            wait_for_count(counts + (2 * SHARE + m), c - (DEPTH - 1))
+        taken = counts + SHARE
+        found = count_of(taken)
+        if NV > 1:
+            found_1 = count_of(taken + (NV - 1))
         of_q = no_pairs()
         of_k = no_pairs()
         for p in range(PARTS):
@@ -78,17 +81,19 @@ def prepare(
                 meet()
             store_group_sums(g, part_s, W)
             meet()
-            store_factors(part_s, factors_s, 0, totals + slot.to(gl.int64) * K + p * W, scale, W)
+            store_factors(part_s, factors_s, totals + slot.to(gl.int64) * K + p * W, scale, W)
             meet()
             rest = rest_s.index((j & 1) * PARTS + p)
-            of_q, of_k = pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, 0, of_q, of_k, W)
+            of_q, of_k = pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W)
             fence_async_shared()
             meet()
+            if p == 0:
+                wait_for_room(found, taken, c - (DEPTH - 1))
+                if NV > 1:
+                    wait_for_room(found_1, taken + (NV - 1), c - (DEPTH - 1))
             async_store(x_tiles, [slot * (3 * C), p * W], k)
             async_store(x_tiles, [slot * (3 * C) + C, p * W], q)
             wait_for_copies(j, 2)
-            if p == 0:
-                release_count(counts + r, j)
             ask_unit(tiles, memory, loaded, where, j * PARTS + p + (PARTS - 1), SHARE)
         mbarrier.wait(done, (j & 1) ^ 1)
         N = assembled(of_k, narrow, mma) * -rates[:, None]
@@ -96,11 +101,10 @@ def prepare(
         own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
         store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
         aq_s.store((assembled(of_q, narrow, mma) * scale).to(gl.float16))
+        wait_for_copies(j, 0)
         fence_async_shared()
         meet()
         mbarrier.arrive(made, count=1)
-    wait_for_copies(r, 0)
-    release_count(counts + r, mine)
 
 
 @gluon.jit
@@ -138,5 +142,5 @@ def invert(
             b_s = reinterpret(rest_s.index((j & 1) * PARTS + p), kind, [C, W], x_tiles.layout)
             async_store(x_tiles, [slot * (3 * C) + 2 * C, p * W], b_s)
         wait_for_copies(j, 0)
-        release_count(counts + (SHARE + r), j + 1)
+        release_count(counts + r, j + 1)
         mbarrier.arrive(done, count=1)
