@@ -122,7 +122,7 @@ def test_token_arguments():
 
 @pytest.mark.parametrize("variant", ["delta_net", None, ["gla"]], ids=str)
 def test_unknown_variants(variant):
-    said = "decode_step: variant must be one of linear_attention, retention, simple_gla, gla, rwkv5, rwkv6, got"
+    said = "decode_step: variant must be one of linear_attention, retention, simple_gla, gla, rwkv5, rwkv6, delta_rule, gated_delta_rule, kda, rwkv7, dplr, got"
     rejected(ps.RangeError, good("gla"), said, repr(variant), variant=variant)
     with pytest.raises(ps.RangeError, match="explain: function must be one of"):
         ps.explain(variant)
