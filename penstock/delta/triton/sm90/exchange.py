@@ -59,3 +59,10 @@ def release_count(count, value):
     meet()
     asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
     gl.inline_asm_elementwise(asm, "=r,l,r", [count.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def penstock_zero_counts(counts, size):
+    """counts = 0, ``size`` of them. Program: 1024."""
+    i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
+    gl.store(counts + i, i * 0, mask=i < size)
