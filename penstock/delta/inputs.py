@@ -144,13 +144,11 @@ def prepared(
     raw: Callable[[Any, Mode], str | None] = never_raw,
     groups: bool = False,
     wide: bool = False,
-    advance: Callable[[Any], Tensor] | None = None,
 ) -> Implementation:
     """The implementation of all calls, from one of canonical problems with q, k, a and b of every head of v.
 
     ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether it takes q, k, a and b of groups.
-    ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they are rounded to the dtype of q. ``advance``: updates
-    all calls in place, if not that of ``one`` on a canonical problem.
+    ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they are rounded to the dtype of q.
 
     Its ``backward`` returns ``Gradients``; of an ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
@@ -218,7 +216,7 @@ def prepared(
         one,
         forward=forward,
         backward=None if one.backward is None else backward,
-        advance=advance or (None if one.advance is None else in_place),
+        advance=None if one.advance is None else in_place,
         forward_with_residuals=None if one.forward_with_residuals is None else forward_with_residuals,
         refuses=refuses,
         avoids=lambda p, mode: one.avoids(planned(p, mode), mode),

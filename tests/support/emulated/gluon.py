@@ -691,7 +691,8 @@ def run(plan, tensors, sizes, seed=0):
         numbers = [Value(torch.tensor(x)) if place in one.wide else x for place, x in enumerate(one.numbers)]  # 64 bits
         arguments = [*tiled, *given[len(tiled) :], *numbers]
         late = [tensors[name] for name in used if dict(one.options).get("launch_pdl")]
-        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late)
+        together = constants.get("SHARE", 1)  # of ``delta/triton/sm90/forward.py``: programs that exchange tiles
+        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late, together)
         used |= {name for name in one.tensors if name in plan.memory and tensors[name].is_floating_point()}
     return tensors
 
