@@ -18,9 +18,9 @@ K, VALUES = 128, (64, 128)
 """Key channels of a head, and value channels."""
 W = 32
 """Key channels that ``prepare`` has in registers at once."""
-REGISTERS = (208, 112)
-"""Of a thread of ``prepare`` and of ``invert``; ``walk`` has the others. With fewer these spill."""
-AT_LAUNCH = 168
+REGISTERS = (208, 104, 24)
+"""Of a thread of ``prepare``, ``invert`` and ``copy``; ``walk`` has the other 176. With 8 more or less, one of them spills more."""
+AT_LAUNCH = 128
 """Registers of every thread at launch."""
 SHARES = 8
 """Programs of a head at most."""
@@ -63,26 +63,27 @@ def _forward(call: Forward) -> Plan:
     from ..sm90 import exchange, forward
 
     plan, p, H, V, share = Plan(), call.p, call.H, call.V, programs_of_head(call)
-    depth, values = max(4, 2 * share), V // C
+    depth, width, most = max(4, 2 * share), 2 * share + V // C, max(call.target.multiprocessors // share, 1)
+
+    def groups(s: Sizes) -> int:
+        """Programs that run at once, one on each multiprocessor, in groups that share heads."""
+        return max(min(s["N"] * H, most), 1)
+
     output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
     final = plan.empty("final_state", sequences, H, K, V)
-    x = plan.empty("tiles", sequences, H, depth * 3 * C, K, dtype=p.q.dtype)
-    a = plan.empty("weights", sequences, H, depth * C, C, dtype=p.q.dtype)
-    totals = plan.empty("totals", sequences, H, depth, K)
-    counts = plan.empty("counts", sequences, H, share + values, dtype=torch.int32)
-
-    def zeros(s: Sizes) -> int:
-        return s["N"] * H * (share + values)
-
+    x = plan.empty("tiles", groups, depth * 3 * C, K, dtype=p.q.dtype)
+    a = plan.empty("weights", groups, depth * C, C, dtype=p.q.dtype)
+    totals = plan.empty("totals", groups, 2 * depth, K)
+    counts = plan.empty("counts", groups, width, dtype=torch.int32)
     first, steps = start(call)
     shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
-    plan.launch(exchange.penstock_zero_counts, lambda s: -(-zeros(s) // 1024), (counts,), (zeros,), 4)
+    plan.launch(exchange.penstock_zero_counts, lambda s: -(-groups(s) * width // 1024), (counts,), (lambda s: groups(s) * width,), 4)
     plan.launch(
-        forward.penstock_kda_fwd_sm90, call.programs(sequences, share),
+        forward.penstock_kda_fwd_sm90, lambda s: groups(s) * share,
         ("q", "k", "g", "v", output, x, x, a, "beta", totals, counts, first or final, output, final, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, H if shared else 1, *p.beta.stride(), *steps), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, C)] * 2, Tile(C, W, 3), Tile(C, K, 3), Tile(C, C, 3)), AT_LAUNCH,
-        K=K, V=V, W=W, INITIAL=first is not None, FINAL=True, PACKED=call.packed, SHARE=share, DEPTH=depth, REGISTERS=REGISTERS,
+        (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta"), *steps), 4,
+        (*[Tile(C, W)] * 3, *[Tile(C, C)] * 2, Tile(C, W), Tile(C, K), Tile(C, C)), AT_LAUNCH, cooperative=True,
+        K=K, V=V, W=W, INITIAL=first is not None, PACKED=call.packed, SHARE=share, DEPTH=depth, REGISTERS=REGISTERS,
     )  # fmt: skip
     return plan
 
