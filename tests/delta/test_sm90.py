@@ -8,6 +8,7 @@ import torch
 from deltas import Delta, oracle
 from emulated import gluon
 
+from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import Forward
@@ -40,7 +41,7 @@ CASES = [
 
 
 def problem_of(case, drawn=None):
-    return contract.problem_of(case, case.tensors() if drawn is None else drawn)
+    return of_every_head(contract.problem_of(case, case.tensors() if drawn is None else drawn))
 
 
 def run(problem, target=H200, seed=0):
@@ -48,7 +49,6 @@ def run(problem, target=H200, seed=0):
     made = plan.chunk_forward_plan(problem, target)
     assert made.forms[0] == "kda_fwd_sm90"
     tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
-    tensors |= {"q": problem.q, "k": problem.k}  # of every head
     found = gluon.run(made, tensors, problem.sizes, seed)
     return {name: found[name] for name in ("output", "final_state")}
 

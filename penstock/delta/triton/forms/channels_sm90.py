@@ -18,8 +18,8 @@ K, VALUES = 128, (64, 128)
 """Key channels of a head, and value channels."""
 W = 32
 """Key channels that ``prepare`` has in registers at once."""
-REGISTERS = (208, 104, 24)
-"""Of a thread of ``prepare``, ``invert`` and ``copy``; ``walk`` has the other 176. With 8 more or less, one of them spills more."""
+REGISTERS = (200, 104, 24, 24)
+"""Of a thread of ``prepare``, ``invert``, ``copy`` and ``load``; ``walk`` has the other 184. With 8 more or less, one of them spills more."""
 AT_LAUNCH = 128
 """Registers of every thread at launch."""
 SHARES = 8
@@ -63,7 +63,7 @@ def _forward(call: Forward) -> Plan:
     from ..sm90 import exchange, forward
 
     plan, p, H, V, share = Plan(), call.p, call.H, call.V, programs_of_head(call)
-    depth, width, most = max(4, 2 * share), 2 * share + V // C, max(call.target.multiprocessors // share, 1)
+    depth, width, most = max(4, 2 * share), share + V // C, max(call.target.multiprocessors // share, 1)
 
     def groups(s: Sizes) -> int:
         """Programs that run at once, one on each multiprocessor, in groups that share heads."""

@@ -5,7 +5,7 @@
 ``prepare.py`` has the formulas of what a chunk needs besides the state, ``walk.py`` those of the chain of states. SHARE programs are a group,
 which takes one head of a sequence after another. Each prepares every SHARE-th chunk. The first V / 64 also walk over all chunks, with 64
 value channels each. Tiles go through a ring of DEPTH chunks in memory, which stays in the L2 cache, and counts of progress. A program's
-warps are specialized: ``walk`` holds the state, the others are in ``producers.py``.
+warps are specialized: ``walk`` holds the state, ``load`` is one warp that loads tiles for it, the others are in ``producers.py``.
 
 The launch must be cooperative, so that all programs run at once, or none; that holds beside other kernels and in graphs. Then nothing can
 deadlock: chunk e of a group waits for inputs, for the walks to take chunk e - DEPTH, and for earlier chunks of the same program; a walk waits
@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, meet, unknown
+from ....gpu.hopper_tiles import async_load, async_store, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers
 from .exchange import release_count, wait_for_count
 from .layouts import GROUPS, ROWS, C
@@ -28,117 +28,132 @@ from .producers import copy, head_at, invert, prepare
 
 
 @gluon.jit
-def ask(tiles, tile, bar, row, column, there):
+def ask(tiles, tile, bar, row, column):
     """Start the TMA load of a tile; the barrier waits for nothing else."""
-    mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
-    async_load(tiles, [row, column], bar, tile, pred=there)
+    mbarrier.expect(bar, tiles.block_type.nbytes)
+    async_load(tiles, [row, column], bar, tile)
 
 
 @gluon.jit
-def ask_chunk(tiles, rings, bars, counts, e, slot, there, NV: gl.constexpr, SHARE: gl.constexpr):
-    """Wait until chunk e of the group is prepared, if it exists, and start the loads of its tiles."""
-    x_tiles, a_tiles = tiles
-    if there:
-        wait_for_count(counts + e % SHARE, e // SHARE + 1)
-        wait_for_count(counts + (SHARE + NV + e % SHARE), e // SHARE + 1)
-    meet()
-    for m in gl.static_range(3):
-        ask(x_tiles, rings[m], bars.index(m), slot * (3 * C) + m * C, 0, there)
-    ask(a_tiles, rings[3], bars.index(3), slot * C, 0, there)
+def load(
+    tiles, rings, sides, bars, place, sizes, cu_seqlens, beta, steps, totals, counts,
+    K: gl.constexpr, NV: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads tiles for ``walk`` when chunks are prepared and memory is free, and tells when the ring's tiles are taken."""
+    x_tiles, a_tiles, v_tiles, _ = tiles
+    k_s, q_s, b_s, a_s, v_s, _ = rings
+    total_s, rate_s = sides
+    arrived, sided, read, used = bars
+    group, groups, vb = place
+    N, T, H, _ = sizes
+    b_b, b_t, b_h = steps
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    channel = gl.arange(0, K, line)
+    token = gl.arange(0, C, line)
+    heads = N * H
+    if vb >= NV:
+        heads = heads * 0
+    totals += group.to(gl.int64) * (2 * DEPTH * K)
+    base = group * 0
+    for w in range(group, heads, groups):
+        n, h, b, first_row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
+        row = (b * T + first_row).to(gl.int32)
+        rates_at = beta + b * b_b + first_row * b_t + h.to(gl.int64) * b_h
+        for c in range(chunks):
+            e = base + c
+            phase = e & 1
+            i = c * C + token
+            rates = gl.load(rates_at + i.to(gl.int64) * b_t, mask=i < tokens, other=0.0).to(gl.float32)
+            wait_for_count(counts + e % SHARE, e // SHARE + 1)
+            total = gl.load(totals + (e % (2 * DEPTH) * K + channel))
+            at = (group * DEPTH + e % DEPTH) * C
+            mbarrier.wait(read, phase ^ 1)
+            ask(x_tiles, k_s, arrived.index(0), 3 * at, 0)
+            ask(v_tiles, v_s, arrived.index(1), row + c * C, h * (NV * C) + vb * C)
+            total_s.index(phase).store(total)
+            rate_s.index(phase).store(rates)
+            meet()
+            mbarrier.arrive(sided, count=1)
+            mbarrier.wait(used, phase ^ 1)
+            ask(x_tiles, b_s, arrived.index(2), 3 * at + 2 * C, 0)
+            ask(x_tiles, q_s, arrived.index(3), 3 * at + C, 0)
+            ask(a_tiles, a_s, arrived.index(4), at, 0)
+            release_count(counts + (SHARE + vb), e)
+        base += chunks
 
 
 @gluon.jit
 def walk(
-    tiles, rings, sides, bars, place, sizes, cu_seqlens, memory, state_steps, beta, steps, totals, counts,
-    K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
+    tiles, rings, sides, bars, place, sizes, cu_seqlens, memory, state_steps,
+    K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The warps that hold the state [64,K], transposed, of 64 value channels."""
-    x_tiles, a_tiles, v_tiles, o_tiles = tiles
+    _, _, v_tiles, o_tiles = tiles
     k_s, q_s, b_s, a_s, v_s, out_s = rings
     total_s, rate_s = sides
+    arrived, sided, read, used = bars
     group, groups, vb = place
     N, T, H, _ = sizes
     initial_state, final_state, output = memory
     s_n, s_h, s_k, s_v = state_steps
-    b_b, b_t, b_h = steps
-    NV: gl.constexpr = V // C
     kind: gl.constexpr = v_tiles.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    x = (x_tiles, a_tiles)
-    tile = (k_s, q_s, b_s, a_s)
     heads = N * H
-    if vb >= NV:  # this program only prepares chunks
+    if vb >= V // C:  # this program only prepares chunks
         heads = heads * 0
-    channel = gl.arange(0, K, line)
-    token = gl.arange(0, C, line)
-    column = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
-    totals += group.to(gl.int64) * (2 * DEPTH * K) + channel
     base = group * 0
     for w in range(group, heads, groups):
         n, h, b, first_row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
-        line_of = b * T + first_row
-        row = line_of.to(gl.int32)
+        line = b * T + first_row
         head = h.to(gl.int64)
-        value_column = h * V + vb * C
-        rates_at = beta + b * b_b + first_row * b_t + head * b_h
-        zero = unknown(w * 0)
-        dk = gl.arange(0, K, gl.SliceLayout(0, mma))[None, :] + zero
+        dk = gl.arange(0, K, gl.SliceLayout(0, mma))[None, :] + unknown(w * 0)
         dv = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] + vb * C
         S = gl.zeros([C, K], gl.float32, mma)
         if INITIAL:
             first = initial_state + n.to(gl.int64) * s_n + head * s_h
             S = gl.load(first + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
-        ask(v_tiles, v_s, bars.index(4), row, value_column, chunks > 0)
-        ask_chunk(x, tile, bars, counts, base, group * DEPTH + base % DEPTH, chunks > 0, NV, SHARE)
-        total_s.index(base & 1).store(gl.load(totals + base % (2 * DEPTH) * K, mask=channel * 0 < chunks, other=0.0))
-        rate_s.index(base & 1).store(gl.load(rates_at + token.to(gl.int64) * b_t, mask=token < tokens, other=0.0).to(gl.float32))
         for c in range(chunks):
             t = c * C
-            e = base + c
-            phase = e & 1
-            more = c + 1 < chunks
-            later = t + C + token
-            rates = gl.load(rates_at + later.to(gl.int64) * b_t, mask=later < tokens, other=0.0).to(gl.float32)
+            phase = (base + c) & 1
             L = gl.convert_layout(S.to(kind), left, assert_trivial=True)
-            mbarrier.wait(bars.index(0), phase)
+            mbarrier.wait(arrived.index(0), phase)
             Y = gl.zeros([C, C], gl.float32, out_mma)
             Y = warpgroup_mma(L, k_s.permute((1, 0)), Y, use_acc=False, is_async=True)
-            mbarrier.wait(bars.index(4), phase)
-            meet()  # totals and rates are stored
+            mbarrier.wait(arrived.index(1), phase)
+            if t + C > tokens:
+                zero_rows_from(v_s, tokens - t, rows)
+                meet()
             X = v_s.permute((1, 0)).load(out_mma).to(gl.float32)
+            mbarrier.wait(sided, phase)
             rate = rate_s.index(phase).load(gl.SliceLayout(0, out_mma))[None, :]
             S = S * total_s.index(phase).load(gl.SliceLayout(0, mma))[None, :]
             Y, L = warpgroup_mma_wait(0, [Y, L])
-            X = gl.where(t + column < tokens, (X - Y) * rate, 0.0).to(kind)
-            for m in gl.static_range(1, 4):
-                mbarrier.wait(bars.index(m), phase)
+            meet()
+            mbarrier.arrive(read, count=1)
+            X = gl.convert_layout(((X - Y) * rate).to(kind), left, assert_trivial=True)
+            for m in gl.static_range(2, 5):
+                mbarrier.wait(arrived.index(m), phase)
             O = gl.zeros([C, C], gl.float32, out_mma)
-            X = gl.convert_layout(X, left, assert_trivial=True)
             S = warpgroup_mma(X, b_s, S, is_async=True)
             O = warpgroup_mma(L, q_s.permute((1, 0)), O, use_acc=False, is_async=True)
             O = warpgroup_mma(X, a_s.permute((1, 0)), O, is_async=True)
             S, O, L, X = warpgroup_mma_wait(0, [S, O, L, X])
             tma.store_wait(0)
-            release_count(counts + (SHARE + vb), e + 1)
-            ask(v_tiles, v_s, bars.index(4), row + t + C, value_column, more)
+            meet()
+            mbarrier.arrive(used, count=1)
             out_s.permute((1, 0)).store(O.to(kind))
             fence_async_shared()
             meet()
             if t + C <= tokens:
-                async_store(o_tiles, [row + t, value_column], out_s)
+                async_store(o_tiles, [line.to(gl.int32) + t, h * V + vb * C], out_s)
             else:
                 i = t + gl.arange(0, C, gl.SliceLayout(1, rows))[:, None]
                 j = gl.arange(0, C, gl.SliceLayout(0, rows))[None, :]
-                at = output + ((line_of + i) * H + head) * V + vb * C + j
+                at = output + ((line + i) * H + head) * V + vb * C + j
                 gl.store(at, out_s.load(rows), mask=i < tokens)
-            ask_chunk(x, tile, bars, counts, e + 1, group * DEPTH + (e + 1) % DEPTH, more, NV, SHARE)
-            coming = gl.load(totals + (e + 1) % (2 * DEPTH) * K, mask=channel * 0 + c + 1 < chunks, other=0.0)
-            total_s.index(phase ^ 1).store(coming)
-            rate_s.index(phase ^ 1).store(rates)
         dk = gl.arange(0, K, gl.SliceLayout(0, mma))[None, :] + unknown(chunks * 0)
         dv = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] + vb * C
         gl.store(final_state + (n.to(gl.int64) * H + head) * (K * V) + (dk * V + dv), S)
@@ -157,7 +172,7 @@ def penstock_kda_fwd_sm90(
 
     TMA tiles: q, k [C,W] of tokens [B T,H / R K], g [C,W] of [B T,H K], v and output [C,C] of [B T,H V]; rings of groups in memory: x [groups
     DEPTH 3 C,K] for k, q and B^T, in parts [C,W] and tiles [C,K], and A [groups DEPTH C,C]. Reads beta [B,T,H] and the initial state [N,H,K,V]
-    by strides. Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [groups,2 DEPTH,K]; counts [groups,2 SHARE + V / C], 0 at first.
+    by strides. Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [groups,2 DEPTH,K]; counts [groups,SHARE + V / C], 0 at first.
     Program (group, r < SHARE), groups of all that run at once.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
@@ -174,7 +189,7 @@ def penstock_kda_fwd_sm90(
     r = pid % SHARE
     group = pid // SHARE
     groups = gl.num_programs(0) // SHARE
-    counts += group * (2 * SHARE + NV)
+    counts += group * (SHARE + NV)
     q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
     g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
@@ -203,6 +218,14 @@ def penstock_kda_fwd_sm90(
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(made, count=1)
     mbarrier.init(finished, count=1)
+    stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    sided = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(stored, count=1)
+    mbarrier.init(sided, count=1)
+    mbarrier.init(read, count=1)
+    mbarrier.init(used, count=1)
     arrived = barriers(5, 1)
     fence_async_shared()
     meet()
@@ -212,15 +235,20 @@ def penstock_kda_fwd_sm90(
     steps = (b_b, b_t, b_h)
     pair_s = (n_s, N_s, aq_s)
     memory = (q_s, k_s, g_s)
+    tiles = (x_tiles, a_tiles, v_tiles, o_tiles)
+    rings = (kt_s, qt_s, bt_s, a_s, v_s, out_s)
+    sides = (total_s, rate_s)
+    bars = (arrived, sided, read, used)
     gl.warp_specialize(
-        [(walk, ((x_tiles, a_tiles, v_tiles, o_tiles), (kt_s, qt_s, bt_s, a_s, v_s, out_s), (total_s, rate_s), arrived, place, sizes, cu_seqlens,
-                 (initial_state, final_state, output), (s_n, s_h, s_k, s_v), beta, steps, totals, counts, K, V, INITIAL, SHARE, DEPTH, PACKED)),
+        [(walk, (tiles, rings, sides, bars, place, sizes, cu_seqlens, (initial_state, final_state, output), (s_n, s_h, s_k, s_v),
+                 K, V, INITIAL, PACKED)),
          (prepare, (memory, rest_s, near_s, far_s, factors_s, pair_s, (loaded, factored, written, made, finished), place, sizes, cu_seqlens,
                     beta, steps, scale, SHARE, PACKED)),
-         (invert, (x_parts, a_tiles, g_s, part_s, factors_s, rest_s, pair_s, t_s, d_s, (loaded, factored, made, finished), place, sizes,
-                   cu_seqlens, totals, counts, scale, K, NV, SHARE, DEPTH, PACKED)),
-         (copy, ((q_tiles, k_tiles, g_tiles), x_parts, memory, (loaded, written), place, sizes, cu_seqlens, counts,
-                 K, NV, SHARE, DEPTH, PACKED))],
-        [4, 4, 1],
+         (invert, (x_parts, a_tiles, g_s, part_s, factors_s, rest_s, pair_s, t_s, d_s, (loaded, factored, made, finished, stored), place,
+                   sizes, cu_seqlens, totals, counts, scale, K, SHARE, DEPTH, PACKED)),
+         (copy, ((q_tiles, k_tiles, g_tiles), x_parts, memory, (loaded, written, stored), place, sizes, cu_seqlens, counts,
+                 K, NV, SHARE, DEPTH, PACKED)),
+         (load, (tiles, rings, sides, bars, place, sizes, cu_seqlens, beta, steps, totals, counts, K, NV, SHARE, DEPTH, PACKED))],
+        [4, 4, 1, 1],
         REGISTERS,
     )  # fmt: skip

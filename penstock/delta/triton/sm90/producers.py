@@ -55,9 +55,9 @@ def copy(
     tiles, x_tiles, memory, bars, place, sizes, cu_seqlens, counts,
     K: gl.constexpr, NV: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The copies of ``prepare``: inputs, and tiles to the ring when it has room."""
+    """The copies of ``prepare``: inputs, and tiles to the ring when it has room. ``invert`` tells other programs that they are there."""
     q_s, k_s, g_s = memory
-    loaded, written = bars
+    loaded, written, stored = bars
     group, groups, r = place
     N, T, H, R = sizes
     PARTS: gl.constexpr = q_s.shape[0]
@@ -85,8 +85,8 @@ def copy(
                 wait_for_copies(seen)
                 if j + 1 < mine:
                     ask_unit(tiles, memory, loaded, line + (j + 1) * (SHARE * C), columns, p)
+            mbarrier.arrive(stored, count=1)
             seen += 1
-            release_count(counts + r, seen)
         base += chunks
 
 
@@ -170,11 +170,11 @@ def publish_factors(g, part_s, factors_s, factored, loaded, totals, p, phase, le
 @gluon.jit
 def invert(
     x_tiles, a_tiles, g_s, part_s, factors_s, rest_s, pair_s, t_s, d_s, bars, place, sizes, cu_seqlens, totals, counts, scale,
-    K: gl.constexpr, NV: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
+    K: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Factors of the next chunk, then A and B^T of this one."""
     n_s, N_s, aq_s = pair_s
-    loaded, factored, made, done = bars
+    loaded, factored, made, done, stored = bars
     group, groups, r = place
     N, T, H, R = sizes
     W: gl.constexpr = rest_s.shape[2]
@@ -219,10 +219,11 @@ def invert(
             for p in gl.static_range(PARTS):
                 b_s = reinterpret(rest_s.index(phase * PARTS + p), kind, [C, W], x_tiles.layout)
                 async_store(x_tiles, [slot * (3 * C) + 2 * C, p * W], b_s)
+            mbarrier.wait(stored, phase)  # before the factors with which ``prepare`` may end the next chunk
             if more:
                 publish_factors(g_s.index(PARTS - 1), part_s, factors_s, factored, loaded, at, PARTS - 1, phase ^ 1, left, scale, W)
             wait_for_copies(seen)
             seen += 1
-            release_count(counts + (SHARE + NV + r), seen)
+            release_count(counts + r, seen)
             mbarrier.arrive(done, count=1)
         base += chunks
