@@ -1,0 +1,1 @@
+"""Kernels of the delta family for Hopper, in Gluon: device code only."""

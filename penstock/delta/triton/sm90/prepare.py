@@ -1,0 +1,294 @@
+"""What a chunk of KDA needs besides the state, on Hopper, in Gluon: any decay at the same speed.
+
+With w the decay of a token, and the scale folded into q, a chunk of 64 tokens has
+
+    A_q[t,s] = sum over channels of q_t k_s w_{s+1} ... w_t (s <= t)             A_k likewise with k_t (s < t)
+    T   = (I + diag(beta) A_k)^-1                                                A  = A_q T
+    B^T = T^T (k o w_{s+1} ... w_64)                                             q, k o w_1 ... w_t           total = w_1 ... w_64
+
+A_q and A_k are sums over dyadic levels: see ``recurrence/triton/sm90/channel_forward.py``. All factors are at most 1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
+from ....gpu.ring import barriers
+from ....gpu.tiles import LOG2E, span_of
+from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
+from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
+from .pairs import added, exchanged
+
+
+
+@gluon.jit
+def store_group_sums(g, part, W: gl.constexpr):
+    """Store the sums of a tile of decays [C,W] over the tokens of each group, log2, in ``part`` [GROUPS,W]."""
+    layout: gl.constexpr = gl.BlockedLayout([16, W // 32], [1, 32], [4, 1], [1, 0])
+    across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
+    x = gl.sum(gl.reshape(g.load(layout).to(gl.float32), [GROUPS, ROWS, W]), 1) * LOG2E
+    part.store(gl.convert_layout(x, across, assert_trivial=True))
+
+
+@gluon.jit
+def memory_of_factors(PARTS: gl.constexpr, W: gl.constexpr):
+    """Memory [PARTS,GROUPS,W] for factors of groups: decays before it, for q with scale, and for k; after it; of level 32, rows and columns.
+
+    Each has its own: between stores to one allocation, Triton synchronizes all warps.
+    """
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    a = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    return a, b, c, d, e
+
+
+@gluon.jit
+def factors_of(factors_s, p):
+    """The memory [GROUPS,W] of part p."""
+    return factors_s[0].index(p), factors_s[1].index(p), factors_s[2].index(p), factors_s[3].index(p), factors_s[4].index(p)
+
+
+@gluon.jit
+def store_factors(part, factors_s, totals, scale, W: gl.constexpr):
+    """From log2 decays of groups ``part`` [GROUPS,W]: the factors of each group in memory, and the decays of the chunk at ``totals``."""
+    across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    channel = gl.arange(0, W, gl.SliceLayout(0, across))[None, :]
+    zero = gl.zeros([GROUPS, W], gl.float32, across)
+    one_0 = part.slice(0, 1).load(across) + zero
+    one_1 = part.slice(1, 1).load(across) + zero
+    one_2 = part.slice(2, 1).load(across) + zero
+    one_3 = part.slice(3, 1).load(across) + zero
+    before = gl.where(group > 0, one_0, 0.0) + gl.where(group > 1, one_1, 0.0) + gl.where(group > 2, one_2, 0.0)
+    after = gl.where(group < 3, one_3, 0.0) + gl.where(group < 2, one_2, 0.0) + gl.where(group < 1, one_1, 0.0)
+    decay = exp2(before)
+    factors_s[0].store(decay * scale)
+    factors_s[1].store(decay)
+    factors_s[2].store(exp2(after))
+    factors_s[3].store(exp2(gl.where(group == 3, one_2, 0.0)))
+    factors_s[4].store(exp2(gl.where(group == 0, one_1, 0.0)))
+    gl.store(totals + channel + zero.to(gl.int32), exp2(one_0 + one_1 + one_2 + one_3), mask=group == 0)
+
+
+@gluon.jit
+def near(x, columns, acc, paired: gl.constexpr):
+    """acc plus the products of the rows x [C,W] of odd groups with the rows of the groups before them in ``columns``: [2,32,ROWS].
+
+    ``columns`` [2,32,W]. The rows of even groups have no meaning.
+    """
+    W: gl.constexpr = x.shape[1]
+    y = columns.slice(0, ROWS, 1).permute((0, 2, 1)).load(gl.DotOperandLayout(1, paired, 2))
+    x = gl.reshape(x, [2, 2 * ROWS, W])
+    return mma_v2(gl.convert_layout(x, gl.DotOperandLayout(0, paired, 2), assert_trivial=True), y, acc)
+
+
+@gluon.jit
+def far(x, columns, first: gl.constexpr, count: gl.constexpr, acc, mma: gl.constexpr):
+    """acc plus the products of the rows x [C,W] with ``count`` rows of the tile ``columns`` [C,W] from ``first`` on: [C,count]."""
+    y = columns.slice(first, count).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+    return mma_v2(gl.convert_layout(x, gl.DotOperandLayout(0, mma, 2), assert_trivial=True), y, acc)
+
+
+@gluon.jit
+def assembled(blocks, narrow: gl.constexpr, mma: gl.constexpr):
+    """A [C,C] from blocks on the diagonal, of level 16 and of level 32 (columns of groups 0 and 1)."""
+    D, beside, far_01 = blocks
+    D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
+    beside = gl.convert_layout(gl.reshape(beside, [C, ROWS]), narrow, assert_trivial=True)
+    far_0, far_1 = gl.split(gl.permute(gl.reshape(far_01, [C, 2, ROWS]), (0, 2, 1)))
+    far_0 = gl.convert_layout(far_0, narrow, assert_trivial=True)
+    far_1 = gl.convert_layout(far_1, narrow, assert_trivial=True)
+    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
+    A_0 = gl.where(group == 0, D, gl.where(group == 1, beside, far_0))
+    A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0))
+    A_2 = gl.where(group == 2, D, gl.where(group > 2, beside, 0.0))
+    A_3 = gl.where(group == 3, D, 0.0)
+    A = gl.join(gl.join(A_0, A_2), gl.join(A_1, A_3))  # [C,ROWS, bit 1 of the group, bit 0]
+    return gl.convert_layout(gl.reshape(gl.permute(A, (0, 2, 3, 1)), [C, C]), mma, assert_trivial=True)
+
+
+@gluon.jit
+def no_pairs():
+    """Zeros for the blocks of a pair matrix: on the diagonal, of level 16 and of level 32."""
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    D = gl.zeros([GROUPS, ROWS, ROWS], gl.float32, inner)
+    return D, gl.zeros([2, 2 * ROWS, ROWS], gl.float32, paired), gl.zeros([C, 2 * ROWS], gl.float32, narrow)
+
+
+@gluon.jit
+def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: gl.constexpr):
+    """Add the products of W channels within groups to the blocks on the diagonal of A_q and A_k, without scale and beta.
+
+    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t; ``rest`` gets k o w_{s+1} ... w_64; ``near_s`` and ``far_s`` get the columns
+    of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32.
+
+    At each level a token has two factors: ``decay`` is that of its half, from the middle or to the middle; ``other`` is the other one.
+    """
+    kind: gl.constexpr = q.dtype
+    layout: gl.constexpr = by_token(W)
+    grouped: gl.constexpr = by_group(W)
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    Q = q.load(layout)
+    Kt = k.load(layout)
+    total = exp2(g.load(layout).to(gl.float32) * LOG2E)
+    second = (i & 1)[:, None] == 1
+    decay = gl.where(second, total, 1.0)
+    other = gl.where(second, 1.0, total)
+    D_q = added(D_q, Q, Kt, a == b, inner)
+    Q = Q.to(gl.float32)
+    Kt = Kt.to(gl.float32)
+    for n in gl.static_range(4):
+        X_q = (Q * decay).to(kind)
+        X_k = (Kt * decay).to(kind)
+        split = ((a ^ b) >> n == 1) & (a > b)
+        D_q = added(D_q, X_q, X_k, split, inner)
+        D_k = added(D_k, X_k, X_k, split, inner)
+        across = of_partner(total, n, layout)
+        decay *= across
+        if n < 3:
+            total *= across
+            decay, other = exchanged(decay, other, ((i >> n ^ i >> n + 1) & 1)[:, None] == 1)
+        else:
+            decay, other = exchanged(decay, other, ((i >> n) & 1)[:, None] == 0)  # up to each token, and after it
+    Q *= decay
+    remaining = Kt * other
+    Kt *= decay
+    near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
+    far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
+    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(gl.float16))
+    q.store((Q * spread(factors_s[0], W, layout, grouped)).to(kind))
+    k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
+    return D_q, D_k, Q, Kt
+
+
+@gluon.jit
+def far_pairs(Q, Kt, near_s, far_s, rows_s, near_q, near_k, far_q, far_k, kind: gl.constexpr, W: gl.constexpr):
+    """Add the products of W channels between groups: those of level 16 and of level 32. ``rows_s``: factors of rows of level 32."""
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    near_q = near(Q.to(kind), near_s, near_q, paired)
+    near_k = near(Kt.to(kind), near_s, near_k, paired)
+    rows = spread(rows_s, W, by_token(W), by_group(W))
+    far_q = far((Q * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
+    far_k = far((Kt * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
+    return near_q, near_k, far_q, far_k
+
+
+@gluon.jit(do_not_specialize=["N", "T", "H", "R"])
+def penstock_kda_prepare_sm90(
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
+
+    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
+    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
+    """
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    PARTS: gl.constexpr = K // W
+    kind: gl.constexpr = q_tiles.dtype
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    parted: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    slot = gl.program_id(1)
+    h = gl.program_id(0)
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    b = n.to(gl.int64)
+    if PACKED:
+        b = b * 0
+    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    if left <= 0:
+        return
+    line = b * T + begin + done
+    row = line.to(gl.int32)
+    q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
+    g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
+    rest_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, W], q_tiles.layout)
+    near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
+    far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
+    part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    factors_s = memory_of_factors(1, W)
+    loaded = barriers(PARTS, 1)
+    fence_async_shared()
+    meet()
+    for p in gl.static_range(PARTS):
+        mbarrier.expect(loaded.index(p), q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + g_tiles.block_type.nbytes)
+        async_load(g_tiles, [row, h * K + p * W], loaded.index(p), g_s.index(p))
+        async_load(q_tiles, [row, h // R * K + p * W], loaded.index(p), q_s.index(p))
+        async_load(k_tiles, [row, h // R * K + p * W], loaded.index(p), k_s.index(p))
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))
+    at = beta + b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    rates = gl.load(at + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)
+    place = slot.to(gl.int64) * H + h
+    clean: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    for p in gl.static_range(PARTS):
+        mbarrier.wait(loaded.index(p), 0)
+        if left < C:
+            zero_rows_from(q_s.index(p), left, clean)
+            zero_rows_from(k_s.index(p), left, clean)
+            zero_rows_from(g_s.index(p), left, clean)
+    D_q, near_q, far_q = no_pairs()
+    D_k, near_k, far_k = no_pairs()
+    for p in range(PARTS):
+        factors = factors_of(factors_s, 0)
+        store_group_sums(g_s.index(p), part_s, W)
+        meet()
+        store_factors(part_s, factors, totals + place * K + p * W, scale, W)
+        meet()
+        D_q, D_k, Q, Kt = near_pairs_and_tiles(q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors, D_q, D_k, W)
+        meet()
+        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors[3], near_q, near_k, far_q, far_k, kind, W)
+    of_q = (D_q, near_q, far_q)
+    of_k = (D_k, near_k, far_k)
+    fence_async_shared()
+    meet()
+    to = (place * C).to(gl.int32)
+    for p in gl.static_range(PARTS):
+        async_store(qt_tiles, [to, p * W], q_s.index(p))
+        async_store(kt_tiles, [to, p * W], k_s.index(p))
+
+    n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
+    t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    A = assembled(of_k, narrow, mma) * -rates[:, None]
+    own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
+    N_s.store(A.to(gl.float16))
+    store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
+    meet()
+    merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
+    A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
+    A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+    a_s = reinterpret(N_s, kind, [C, C], half)
+    a_s.store(A.to(kind))
+    fence_async_shared()
+    meet()
+    async_store(a_tiles, [to, 0], a_s)
+    for p in gl.static_range(PARTS):
+        B = warpgroup_mma(t_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
+        b_s = reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout)
+        meet()
+        b_s.store(B.to(kind))
+    fence_async_shared()
+    meet()
+    for p in gl.static_range(PARTS):
+        async_store(bt_tiles, [to, p * W], reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout))
+    tma.store_wait(0)
