@@ -2,9 +2,10 @@
 
     python benchmarks/replicas.py [--model PATH] [--replicas 1 --replicas 2] [--device cuda] [--clients 1 --clients 32] [--json FILE]
 
-Each case is a server of its own, which ``penstock bench-serve`` loads. On GPUs, each replica has one. On a CPU each has ``--threads`` (1),
-and so has the process without Ray. Without ``--model``, the model is an RWKV-6 of random weights with bytes as tokens, of ``--layers`` and
-``--hidden``. Run it on an idle machine: cases are compared within one run only.
+``--clients`` is for each replica: two replicas have twice as many clients, and so twice as many requests. Each case is a server of its own,
+which ``penstock bench-serve`` loads. On GPUs, each replica has one. On a CPU each has ``--threads`` (1), and so has the process without
+Ray. Without ``--model``, the model is an RWKV-6 of random weights with bytes as tokens, of ``--layers`` and ``--hidden``. Run it on an
+idle machine: cases are compared within one run only.
 """
 
 import argparse
@@ -67,11 +68,11 @@ def used(pid):
     return sum(own.cpu_times()[:2]), sum(one.user + one.system for one in below)
 
 
-def measured(served, given, folder):
+def measured(served, given, folder, servers):
     """What ``penstock bench-serve`` measures, for each number of clients; and milliseconds of CPU for a token."""
     url, pid = served
     found = []
-    for clients in given.clients:
+    for clients in (servers * each for each in given.clients):
         numbers = folder / "numbers.json"
         words = ["--clients", str(clients), "--requests", str(given.requests * clients), "--prompt", given.prompt, "--output", given.output]
         command = [sys.executable, "-m", "penstock", "bench-serve", "--url", url, "--api-key", "secret", *words, "--json", str(numbers)]
@@ -88,7 +89,8 @@ def main():
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--replicas", type=int, action="append")
-    parser.add_argument("--clients", type=int, action="append")
+    parser.add_argument("--clients", type=int, action="append", help="of each replica")
+    parser.add_argument("--slots", type=int, default=64, help="of each replica")
     parser.add_argument("--requests", type=int, default=20, help="of each client")
     parser.add_argument("--prompt", default="50")
     parser.add_argument("--output", default="100")
@@ -102,12 +104,24 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = given.model or made(folder / "model", given.layers, given.hidden)
-        words = ["--model", str(model), "--name", "model", "--device", given.device, "--slots", "64", "--threads", str(given.threads)]
+        words = [
+            "--model",
+            str(model),
+            "--name",
+            "model",
+            "--device",
+            given.device,
+            "--slots",
+            str(given.slots),
+            "--threads",
+            str(given.threads),
+        ]
         for count in [None, *(given.replicas or [1, 2])]:
             case = "one process" if count is None else f"{count} replica{'s' if count > 1 else ''}"
             with serving(*words, *([] if count is None else ["--replicas", str(count)])) as served:
-                measured(served, argparse.Namespace(**{**vars(given), "clients": [1], "requests": 3}), folder)  # first requests take longer
-                results[case] = measured(served, given, folder)
+                few = argparse.Namespace(**{**vars(given), "clients": given.clients[-1:], "requests": 2})
+                measured(served, few, folder, count or 1)  # first requests take longer
+                results[case] = measured(served, given, folder, count or 1)
             for one in results[case]:
                 first, between = one["first"], one["between"]
                 print(

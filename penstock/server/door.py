@@ -115,11 +115,18 @@ class Door:
             link.cancel()
 
     async def connect(self, talk: bytes | None) -> tuple[Known, Link]:
-        """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused."""
+        """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused.
+
+        The request is counted before its link is made: others that come meanwhile see its slot taken.
+        """
         for one in ranked(list(self._replicas.values()), talk):
+            one.open += 1
             try:
                 link = await asyncio.wait_for(Link.connect(one.address, self._secret), CONNECT_SECONDS)
-            except (OSError, asyncio.TimeoutError) as error:
+            except BaseException as error:
+                one.open -= 1
+                if not isinstance(error, OSError | asyncio.TimeoutError):
+                    raise
                 if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                     raise retryable("too_many_connections", "requests must be as many as open files allow, got more") from error
                 self.lose(one)
@@ -191,12 +198,14 @@ class Passage:
         self._caller = current()
         self._reserved = self._completions = 0
         self._begun = self._events = self._whole = False
+        self._replica: Known | None = None
+        """Has this request. None as soon as it has sent the last data: a client's next request may come before the frame after it."""
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Pass it on, and its answer back. A client that disconnects ends it."""
         caller, headers = self._caller, Headers(scope=self._scope)
         replica, link = await self._door.connect(conversation(caller.key.name, headers, self._body))
-        replica.open += 1
+        self._replica = replica
         self._door.running.add(link)
         ending = asyncio.ensure_future(self._answer(replica, link, send))
         watching = asyncio.ensure_future(disconnect(receive))
@@ -216,11 +225,17 @@ class Passage:
             await asyncio.gather(ending, watching, return_exceptions=True)
             link.close()
             self._door.running.discard(link)
-            replica.open -= 1
+            self._leave()
             caller.key.quota.give_back(self._reserved)
-            self._door.leave(caller.share[0], self._completions)
         if not ending.cancelled():
             ending.result()
+
+    def _leave(self) -> None:
+        """Give back the slot and the place in the queue, once."""
+        if self._replica is not None:
+            self._replica.open -= 1
+            self._replica = None
+            self._door.leave(self._caller.share[0], self._completions)
 
     def _head(self, headers: Headers) -> dict[str, Any]:
         scope, caller = self._scope, self._caller
@@ -237,6 +252,8 @@ class Passage:
                 kind, content = await link.get()
                 if kind in (Kind.DATA, Kind.LAST):
                     self._whole = kind is Kind.LAST
+                    if self._whole:
+                        self._leave()
                     await send({"type": "http.response.body", "body": content, "more_body": not self._whole})
                 elif kind is Kind.START:
                     await self._start(send, json.loads(content))

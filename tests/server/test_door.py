@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -255,6 +256,39 @@ def test_a_full_queue_takes_no_tokens(live):
 def test_a_disconnect_frees_the_slots(live):
     with live.stream(LONG) as (_, lines):
         next(lines)
+    live.settles()
+
+
+def test_requests_that_come_together_spread_over_free_slots(live, monkeypatch):
+    connect = Link.connect
+
+    async def late(address, secret):
+        await asyncio.sleep(0.2)
+        return await connect(address, secret)
+
+    monkeypatch.setattr(Link, "connect", late)
+    with ThreadPoolExecutor(4) as threads, ExitStack() as left:
+        for found in [threads.submit(lambda: left.enter_context(live.stream(LONG))) for _ in range(4)]:
+            assert found.result()[0].status_code == 200
+        assert [one.open for one in live.door._replicas.values()] == [2, 2]
+    live.settles()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_whole_answer_frees_its_slot(live, monkeypatch, streams):
+    get = Link.get
+
+    async def late(link):
+        kind, content = await get(link)
+        if kind is Kind.END:
+            await asyncio.sleep(0.5)
+        return kind, content
+
+    monkeypatch.setattr(Link, "get", late)
+    assert live.post({**SHORT, "stream": streams}).status_code == 200
+    assert live.door.running  # what the request used is not counted yet
+    assert not live.door._completions
+    assert [one.open for one in live.door._replicas.values()] == [0, 0]
     live.settles()
 
 
