@@ -67,7 +67,7 @@ class Registered:
     generator and the name of a distribution of decays, or ""."""
     step: Callable[..., Tensor] | None = None
     """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
-    ones), ``state`` and ``impl``. It returns the output."""
+    ones), ``state``, ``impl`` and, where benchmarks update rows of a pool, ``slots``. It returns the output."""
     tables: Callable[[str], str] | None = None
     """For ``penstock check``: the tables of block sizes of its kernels for a GPU architecture, summarised in a line."""
     compiled: Callable[[str], Sequence[Any]] | None = None

@@ -266,7 +266,8 @@ def _measured(job: Job, options: Options) -> Measurement:
     case, mode = job.case, job.mode
     if case.variant == FUNCTION:
         return softmax.measure(case, mode, options.torch_dtype, options.device, options.seconds, job.impls, job.peers, options.seed)
-    x = inputs(case.variant, case.shape, options.torch_dtype, options.device, options.seed, case.gates)
+    given = options.torch_dtype, options.device, options.seed, case.gates, case.groups, case.slots and mode == "decode"
+    x = inputs(case.variant, case.shape, *given)
     candidates = [peer(name, x, mode) for name in job.peers] + [ours(name, x, mode) for name in job.impls]
     return measure(case.name, x, mode, candidates, options.seconds, keep_going=True)
 

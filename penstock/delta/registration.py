@@ -25,9 +25,9 @@ def _draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates
     return samples.draw(variant, sizes, random, gates)
 
 
-def _step(variant: str, *given: Tensor | None, state: Tensor, impl: str) -> Tensor:
+def _step(variant: str, *given: Tensor | None, state: Tensor, impl: str, slots: Tensor | None = None) -> Tensor:
     q, k, v, g, beta, a, b = given[:7]
-    options: dict[str, Any] = {"state": state, "impl": impl}
+    options: dict[str, Any] = {"state": state, "impl": impl, "slots": slots}
     return functional.decode_step(variant, q, k, v, g, beta, a, b, **options)  # type: ignore[arg-type]
 
 
