@@ -1,8 +1,8 @@
-"""The token loop of the RWKV-6 model on Hugging Face, in float32, for every variant: the baseline.
+"""The token loop of the RWKV-6 model on Hugging Face, in float32, for every variant: the baseline. A family may have its own.
 
 That model runs ``rwkv6_linear_attention_cpu`` on a CPU, and for a single token on every device. This loop has the same layout and
 operations: heads before tokens, keys and decays with tokens last, and for every token an outer product by matmul, the bonus, the
-read by matmul, and a new state tensor. Other variants differ as their formulas do; those of the delta rule first read what they remove.
+read by matmul, and a new state tensor. Other variants differ as their formulas do.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Ten
     Two changes make the backward pass linear in T: tokens are split in one operation instead of sliced one by one, and under
     autograd the outputs are stacked instead of written into one tensor. Otherwise each token would write a whole tensor.
     """
+    if inputs.family.loop is not None:
+        return inputs.family.loop(inputs.variant, inputs.tensors, inputs.scale, state)
     key = inputs.k.float().transpose(1, 2).transpose(-2, -1)  # [B, H, K, T]
     value = inputs.v.float().transpose(1, 2)  # [B, H, T, V]
     query = inputs.q.float().transpose(1, 2)  # [B, H, T, K]
-    if inputs.family.name == "delta":
-        return _delta_loop(inputs, query, key, value, state)
     if inputs.scale != 1:
         query = query * inputs.scale
     decay = _decay(inputs)  # [B or 1, H, K or 1, T or 1]
@@ -45,32 +45,6 @@ def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Ten
         else:
             output[:, t] = o
     return torch.stack(gathered, 1) if gathered else output, state
-
-
-def _delta_loop(inputs: Inputs, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loop of the delta rule, from q [B,G,T,K], k [B,G,K,T] and v [B,H,T,V]."""
-    shared = value.shape[1] // key.shape[1]
-    if shared > 1:
-        query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
-    query, decay = query * inputs.scale, _decay(inputs)
-    if state is None:
-        state = value.new_zeros(*key.shape[:3], value.shape[3])
-    beta = inputs.others.get("beta")  # without it, a and b
-    if beta is None:
-        removed = inputs.others["a"].float().transpose(1, 2).split(1, 2)
-        written = inputs.others["b"].float().transpose(1, 2).transpose(-2, -1).split(1, 3)
-    else:
-        removed, written = key.transpose(-2, -1).split(1, 2), (key * beta.float().transpose(1, 2)[:, :, None]).split(1, 3)
-    decays = None if decay is None else decay.split(1, 3)
-    outputs = []
-    for t, (q_t, k_t, v_t) in enumerate(zip(query.split(1, 2), key.split(1, 3), value.split(1, 2))):
-        decayed = state if decays is None else decays[t] * state
-        if beta is None:
-            state = decayed + written[t] @ (removed[t] @ state) + k_t @ v_t
-        else:
-            state = decayed + written[t] @ (v_t - removed[t] @ decayed)
-        outputs.append((q_t @ state).squeeze(2))
-    return torch.stack(outputs, 1), state
 
 
 def _decay(inputs: Inputs) -> Tensor | None:

@@ -68,6 +68,9 @@ class Registered:
     step: Callable[..., Tensor] | None = None
     """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
     ones), ``state``, ``impl`` and, where benchmarks update rows of a pool, ``slots``. It returns the output."""
+    loop: Callable[[str, Mapping[str, Tensor], float, Tensor | None], tuple[Tensor, Tensor]] | None = None
+    """A token loop in float32, the baseline of benchmarks, if not that of ``bench/loop.py``: from a variant's name, its drawn arguments by
+    name, the scale and the states [B,H,K,V], output and new states."""
     tables: Callable[[str], str] | None = None
     """For ``penstock check``: the tables of block sizes of its kernels for a GPU architecture, summarised in a line."""
     compiled: Callable[[str], Sequence[Any]] | None = None
