@@ -21,6 +21,7 @@ from penstock.delta import variants as delta
 from penstock.errors import ImplementationRefused
 from penstock.recurrence import rounded
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.distributions import STRENGTHS
 from penstock.tokens.shape import Shape
 from penstock.verify import oracle, rounding
 from penstock.verify.inputs import Inputs, inputs
@@ -162,6 +163,15 @@ def test_fla_operator_follows_name_and_mode(monkeypatch):
         called.clear()
         assert measure("small", x, mode, [peer(name, x, mode)], seconds=0.001).timings[0].candidate == name
         assert set(called) == {wanted}
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_delta_rule_is_right_at_every_strength(variant, strength):
+    x = inputs(variant, Shape(1, 130, 2, 8, 8), gates=strength)
+    for mode in ("fwd", "fwdbwd"):
+        found = measure("a", x, mode, [loop(x), ours("auto", x, mode)], seconds=0.001)
+        assert len(found.timings) == 2
 
 
 def test_token_loop_of_shared_heads_equals_the_oracle():
