@@ -64,7 +64,7 @@ def token_loop(variant: str, x: Mapping[str, Tensor], scale: float, state: Tenso
     """Output [B,T,H,V] and final state [B,H,K,V] in float32, token by token with products of single rows: the baseline of benchmarks."""
     row = VARIANTS[variant]
     H = x["v"].shape[2]
-    q, k, v = (repeated(x[name], H).float().unsqueeze(-2).unbind(1) for name in ("q", "k", "v"))  # [B, H, 1, *]
+    q, k, v = (repeated(x[name].float(), H).unsqueeze(-2).unbind(1) for name in ("q", "k", "v"))  # [B, H, 1, *]
     gate = None if "g" not in x else (x["g"] if "K" in row.decay else x["g"][..., None]).float().exp()[..., None].unbind(1)  # [B, H, K, 1]
     S = q[0].new_zeros(*k[0].shape[:2], k[0].shape[3], v[0].shape[3]) if state is None else state
     outputs = []

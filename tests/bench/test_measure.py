@@ -181,6 +181,12 @@ def test_token_loop_of_shared_heads_equals_the_oracle():
     assert (found.groups, found.sizes) == (2, "2,9,2/4,5,7")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_shared_heads_are_summed_before_they_are_rounded(seed):
+    x = inputs("gated_delta_rule", Shape(1, 40, 4, 16, 16), torch.bfloat16, seed=seed, gates="slow", groups=2)
+    assert measure("shared", x, "fwdbwd", [loop(x)], seconds=0.001).timings[0].error < 0.004
+
+
 def test_decode_steps_of_slots_update_these_rows():
     """Rows in random order: a candidate that takes them in order is wrong."""
     x = inputs("kda", Shape(5, 1, 2, 5, 7), slots=True)
