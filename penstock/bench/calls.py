@@ -17,7 +17,7 @@ from .clock import TimedCall
 def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> TimedCall:
     """Return the call that is timed. It returns the output and, with a backward pass, the gradients."""
     if mode == "fwdbwd":
-        leaves, upstream = inputs.with_gradients(), d_output(inputs)
+        leaves, upstream = candidate.arguments(inputs).with_gradients(), d_output(inputs)
 
         def both() -> object:
             with using_threads(candidate.threads):
@@ -25,20 +25,21 @@ def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> TimedCall:
 
         return both
 
+    given = candidate.arguments(inputs)
     if mode == "fwd":
 
         def forward() -> object:
             with torch.no_grad(), using_threads(candidate.threads):
-                return candidate.forward(inputs)
+                return candidate.forward(given)
 
         return forward
 
     # Every call uses the same memory: a CUDA graph that reads the result of another call would read freed memory.
-    state = states(inputs)
+    state = candidate.states(states(inputs))
 
     def step() -> object:
         with torch.no_grad(), using_threads(candidate.threads):
-            return candidate.step(inputs, state)[0]
+            return candidate.step(given, state)[0]
 
     return step
 
@@ -66,8 +67,8 @@ def _normal(size: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
 def moved_bytes(inputs: Inputs, mode: Mode) -> int:
     """Count the bytes to read every input once and to write every result once.
 
-    Forward: q, k, v, g, u and the output. The backward pass adds the same bytes again (the output's gradient instead of the
-    output) and a gradient for every input. Decode: the states are read and written; the tokens are negligible.
+    Forward: the inputs, such as q, k, v, g and u, and the output. The backward pass adds the same bytes again (the output's gradient
+    instead of the output) and a gradient for every input. Decode: the states are read and written; the tokens are negligible.
     """
     read = sum(x.numel() * x.element_size() for x in inputs.tensors.values())
     output = inputs.v.numel() * inputs.v.element_size()

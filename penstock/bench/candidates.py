@@ -45,6 +45,18 @@ class Candidate:
     """Significant bits of the rounded operands of its products, or None. The budget includes the error of this rounding."""
     ours: bool = False
     """Whether it belongs to this library."""
+    arguments: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    """What it takes by the same names, such as logits in place of decays; made before the clock starts."""
+    gradients: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, gradients: gradients
+    """Gradients of the inputs, by name, from those of what it takes."""
+    values_first: bool = False
+    """Whether its states are [B,H,V,K]."""
+    not_captured: str | None = None
+    """Why its calls are not captured in a CUDA graph, or None. Others are captured if that succeeds."""
+
+    def states(self, states: Tensor) -> Tensor:
+        """States [B,H,K,V] as it takes them."""
+        return states.mT.contiguous() if self.values_first else states
 
 
 def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
@@ -66,7 +78,8 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
 
 def problem_of(inputs: Inputs, mode: Mode) -> Problem:
     """The problem that implementations get for a mode."""
-    problem: Problem = inputs.in_place(inputs.q.new_empty(inputs.shape.state)) if mode == "decode" else inputs.problem()
+    pool = inputs.q.new_empty(inputs.shape.state)
+    problem: Problem = inputs.in_place(pool, inputs.slots) if mode == "decode" else inputs.problem()
     return problem
 
 
@@ -83,7 +96,19 @@ def loop(inputs: Inputs) -> Candidate:
     def budget(inputs: torch.dtype, result: torch.dtype) -> float:
         return 1e-4 + oracle.rounding_once(result)
 
-    return Candidate("token loop", lambda inputs: token_loop(inputs)[0], token_loop, budget, threads)
+    return Candidate("token loop", lambda inputs: token_loop(inputs)[0], gathered(token_loop), budget, threads)
+
+
+def gathered(step: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]:
+    """A decode step of ``Inputs.slots``, from one of states in order: rows are gathered before it and scattered after it."""
+
+    def of_slots(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        if inputs.slots is None:
+            return step(inputs, state)
+        output, rows = step(inputs, state[inputs.slots])
+        return output, state.index_copy_(0, inputs.slots, rows)
+
+    return of_slots
 
 
 def _seconds(inputs: Inputs, threads: int | None) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import Complaints, RangeError
 from ..layers.keywords import suggestion
-from ..tokens.distributions import GATES
+from ..tokens.distributions import GATES, STRENGTHS
 from ..tokens.shape import Shape
 
 
@@ -20,7 +20,11 @@ class Case:
     model: str
     """The model whose layer has this shape."""
     gates: str = ""
-    """The distribution of the decays: one of ``GATES``, or "" for that of the variant."""
+    """The distribution of the decays: one of ``GATES`` or ``STRENGTHS``, or "" for that of the variant."""
+    groups: int | None = None
+    """Heads of q and k, if heads of v share them."""
+    slots: bool = False
+    """Whether a decode step updates rows of the states in random order."""
 
     @property
     def kind(self) -> str:
@@ -39,7 +43,7 @@ MODELS = (
     Case("rwkv6-1.6b", "rwkv6", Shape(1, 1024, 32, 64, 64), "RWKV-6 World 1.6B"),
     Case("rwkv6-7b", "rwkv6", Shape(1, 1024, 64, 64, 64), "RWKV-6 World 7B"),
     Case("deltanet-1.3b", "delta_rule", Shape(1, 1024, 16, 128, 128), "DeltaNet 1.3B: 16 heads of 128"),
-    Case("qwen3-next", "gated_delta_rule", Shape(1, 1024, 32, 128, 128), "Qwen3-Next 80B: 32 value heads of 128"),
+    Case("qwen3-next", "gated_delta_rule", Shape(1, 1024, 32, 128, 128), "Qwen3-Next 80B: 32 heads of v, 16 of q and k", groups=16),
     Case("kimi-linear", "kda", Shape(1, 1024, 32, 128, 128), "Kimi Linear 48B: 32 heads of 128"),
     Case("rwkv7-1.5b", "rwkv7", Shape(1, 1024, 32, 64, 64), "RWKV-7 World 1.5B"),
     Case("dplr-1.5b", "dplr", Shape(1, 1024, 32, 64, 64), "the sizes of RWKV-7 World 1.5B"),
@@ -56,10 +60,13 @@ DECODING = tuple(
 """A decode step of these models for batches of 1 to 256 sequences."""
 
 
-def _sized(kind: str, sizes: str, model: str) -> Case:
-    """Name a case by its sizes, as in gla-8x2048x32x64."""
+def _sized(kind: str, sizes: str, model: str, slots: bool = False) -> Case:
+    """Name a case by its sizes, as in gla-8x2048x32x64. Heads 16/64: 64 heads of v share 16 heads of q and k."""
     variant, _, gates = kind.partition("-")
-    return Case(f"{kind}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model, gates)
+    B, T, heads, *rest = sizes.split(",")
+    groups, shared, heads = heads.rpartition("/")
+    shape = Shape.parse(",".join((B, T, heads, *rest)))
+    return Case(f"{kind}-{sizes.replace(',', 'x')}", variant, shape, model, gates, int(groups) if shared else None, slots)
 
 
 GPU_SHAPES = (
@@ -82,6 +89,10 @@ GPU_DECODING = tuple(
     _sized(variant, f"{batch},1,32,64", f"one token, {batch} sequence{'s' * (batch > 1)}")
     for variant in ("gla", "rwkv6")
     for batch in (1, 256, 1024)
+) + tuple(
+    _sized(variant, f"{batch},1,{heads}", f"one token, {batch} sequence{'s' * (batch > 1)}, by slots", slots=True)
+    for variant, heads in (("kda", "32,128"), ("rwkv7", "32,64"))
+    for batch in (1, 128, 1024)
 )
 GATED = tuple(
     _sized(f"{variant}-{gates}", sizes, model)
@@ -91,6 +102,34 @@ GATED = tuple(
     if gates != "soft"
 )
 """From decays that keep nearly everything to those that forget nearly everything. The soft ones are among the training shapes."""
+ANY_STRENGTH = tuple(strength for strength in STRENGTHS if strength != "bound")
+IN_BOUND = ("tiny", "slow", "bounded", "bound")
+"""The strengths between RWKV-7's bounds."""
+DELTA_SHAPES = (
+    ("kda", ANY_STRENGTH, "1,8192,64,128", "64 heads of 128, one sequence"),
+    ("kda", ANY_STRENGTH, "1,4096,16,128", "16 heads of 128, one sequence"),
+    ("kda", ANY_STRENGTH, "1,2048,12,128", "12 heads of 128: few programs"),
+    ("gated_delta_rule", ANY_STRENGTH, "4,8192,16/64,128", "64 heads of v, 16 of q and k"),
+    ("gated_delta_rule", ANY_STRENGTH, "1,32768,16/32,128", "a long sequence, 32 heads of v, 16 of q and k"),
+    ("rwkv7", IN_BOUND, "8,2048,32,64", "32 heads of 64, a batch that fills a GPU"),
+    ("rwkv7", IN_BOUND, "1,8192,32,64", "32 heads of 64, one sequence"),
+)
+"""Variants of the delta rule, the strengths of their decays, sizes and a description."""
+
+
+def _strengths(shapes: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> tuple[Case, ...]:
+    return tuple(_sized(f"{variant}-{gates}", sizes, model) for variant, strengths, sizes, model in shapes for gates in strengths)
+
+
+DELTA_GATES = _strengths(DELTA_SHAPES)
+DELTA_GATES_CPU = _strengths(
+    (
+        ("rwkv7", IN_BOUND, "1,1024,32,64", "32 heads of 64"),
+        ("kda", ANY_STRENGTH, "1,1024,16,128", "16 heads of 128"),
+        ("gated_delta_rule", ANY_STRENGTH, "1,1024,16,128", "16 heads of 128"),
+    )
+)
+"""The same on a CPU, beside the token loop."""
 LENGTHS = tuple(
     _sized("rwkv6", f"1,{length},32,64", "one sequence of growing length")
     for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
@@ -107,7 +146,10 @@ SOFTMAX_MODEL = Case("llama-7b", "softmax_attention", Shape(1, 1024, 32, 128, 12
 CASES = tuple(
     {
         case.name: case
-        for cases in (MODELS, (SOFTMAX_MODEL,), DECODING, LENGTHS, GPU_TRAINING, GPU_DECODING, GATED, SOFTMAX)
+        for cases in (
+            *(MODELS, (SOFTMAX_MODEL,), DECODING, LENGTHS, GPU_TRAINING, GPU_DECODING, GATED, SOFTMAX),
+            *(DELTA_GATES, DELTA_GATES_CPU),
+        )
         for case in cases
     }.values()
 )

@@ -18,6 +18,8 @@ from .calls import d_output, output_and_gradients, states
 from .candidates import Candidate, Mode
 from .clock import on_gpu, seconds_of
 
+NOT_FINITE = "has values that are not finite"
+
 
 class OracleLimit(NamedTuple):
     """How many tokens the oracle computes.
@@ -33,8 +35,8 @@ class OracleLimit(NamedTuple):
 
 CHECKED = {"fwd": OracleLimit(1 << 27, 1 << 40), "fwdbwd": OracleLimit(1 << 23, 1 << 40), "decode": OracleLimit(1 << 40, 1 << 40)}
 """Limits on a CPU by mode: about one second."""
-CHECKED_ON_GPU = {"fwd": OracleLimit(1 << 31, 1 << 13), "fwdbwd": OracleLimit(1 << 28, 1 << 11), "decode": OracleLimit(1 << 40, 1 << 40)}
-"""Limits on a GPU by mode: about one second."""
+CHECKED_ON_GPU = {"fwd": OracleLimit(1 << 31, 1 << 13), "fwdbwd": OracleLimit(1 << 29, 1 << 11), "decode": OracleLimit(1 << 40, 1 << 40)}
+"""Limits on a GPU by mode: a few seconds. The backward pass of the oracle keeps up to 50 bytes for an element and token, 27 GB."""
 
 
 class WrongResult(PenstockError, RuntimeError):
@@ -76,7 +78,9 @@ class Exact:
         """Compute the exact results."""
         tokens = checked_tokens(inputs.shape, mode, inputs.q.device)
         if mode == "decode":
-            results = dict(zip(("output", "states"), oracle.exact_forward(inputs, states(inputs))))
+            state = states(inputs)
+            output, rows = oracle.exact_forward(inputs, state if inputs.slots is None else state[inputs.slots])
+            results = {"output": output, "states": rows if inputs.slots is None else state.double().index_copy(0, inputs.slots, rows)}
         elif mode == "fwd":
             results = {"output": oracle.exact_forward(inputs.first(tokens))[0]}
         else:
@@ -96,29 +100,34 @@ class Exact:
                 exact = whole
             deviations[name] = Deviation(oracle.error(value, exact), self._allowed(candidate, name, value.dtype))
             if not deviations[name].error <= deviations[name].allowed:
-                x = self.inputs
-                raise WrongResult(
-                    f"{candidate.name} is wrong and was not timed: {x.variant} at {x.shape.text}, {self.mode}, {x.q.dtype} on {x.q.device}",
-                    f"its {name} is {deviations[name].error:.2g} from the float64 token loop, {deviations[name].allowed:.2g} is allowed",
-                )
+                detail = f"is {deviations[name].error:.2g} from the float64 token loop, {deviations[name].allowed:.2g} is allowed"
+                raise self._wrong(candidate, f"its {name} {detail if bool(value.isfinite().all()) else NOT_FINITE}")
         return deviations, seconds
+
+    def _wrong(self, candidate: Candidate, detail: str) -> WrongResult:
+        x = self.inputs
+        what = f"{candidate.name} is wrong and was not timed: {x.variant} at {x.shape.text}, {self.mode}, {x.q.dtype} on {x.q.device}"
+        return WrongResult(what, detail)
 
     def _first_call(self, candidate: Candidate) -> tuple[dict[str, Tensor], float]:
         """Results by name, cut to the checked tokens, and seconds, including compilation and autotuning."""
         x, device = self.inputs, self.inputs.q.device
+        given = candidate.arguments(x)
         if self.mode == "decode":
-            state = states(x)
+            state = candidate.states(states(x))
             with torch.no_grad():
-                seconds, stepped = seconds_of(lambda: candidate.step(x, state), device)
-            return dict(zip(("output", "states"), stepped)), seconds
+                seconds, (output, after) = seconds_of(lambda: candidate.step(given, state), device)
+            return {"output": output, "states": after.mT if candidate.values_first else after}, seconds
         if self.mode == "fwd":
             with torch.no_grad():
-                seconds, output = seconds_of(lambda: candidate.forward(x), device)
+                seconds, output = seconds_of(lambda: candidate.forward(given), device)
+            if not bool(output[:, self.tokens :].isfinite().all()):
+                raise self._wrong(candidate, f"its output after token {self.tokens} {NOT_FINITE}")
             return {"output": output[:, : self.tokens]}, seconds
-        leaves, upstream = x.with_gradients(), d_output(x)
+        leaves, upstream = given.with_gradients(), d_output(x)
         upstream[:, self.tokens :] = 0
         seconds, (_, *gradients) = seconds_of(lambda: output_and_gradients(candidate, leaves, upstream), device)
-        return oracle.by_result(dict(zip(x.trained, gradients))), seconds
+        return oracle.by_result(candidate.gradients(x, dict(zip(leaves.trained, gradients)))), seconds
 
     def _allowed(self, candidate: Candidate, name: str, dtype: torch.dtype) -> float:
         """The candidate's budget and, if its products round their operands, twice the error of that rounding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..delta.inputs import FASTEST
 from ..errors import ImplementationRefused
+from ..tokens.distributions import BOUND
 from ..verify.inputs import Inputs
-from .candidates import Candidate
+from .candidates import Candidate, gathered
 
 CHUNKED = {
     "linear_attention": "chunk_linear_attn",
@@ -20,10 +23,19 @@ CHUNKED = {
     "simple_gla": "chunk_simple_gla",
     "gla": "chunk_gla",
     "rwkv6": "chunk_rwkv6",
+    "delta_rule": "chunk_delta_rule",
+    "gated_delta_rule": "chunk_gated_delta_rule",
+    "kda": "chunk_kda",
+    "rwkv7": "chunk_rwkv7",
+    "dplr": "chunk_dplr_delta_rule",
 }
 """Names of the chunked operators in ``fla.ops``."""
 RECURRENT = {variant: name.replace("chunk", "fused_recurrent") for variant, name in CHUNKED.items()}
 """Names of the token-by-token operators: for decoding, and for the peer "fla_recurrent"."""
+BOUNDED: dict[str, dict[str, Any]] = {"kda": {"safe_gate": True}, "rwkv7": {"lower_bound": FASTEST}}
+"""Options of kernels that take bounded log decays only: of KDA from -5, of RWKV-7 from its own bound."""
+PUBLIC = {"rwkv7": {"q": "r", "g": "w"}, "dplr": {"g": "gk"}}
+"""fla's names of arguments, where they are not those of this library's kernels."""
 BUDGET = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 5e-3, torch.float64: 5e-3}
 """Allowed error by dtype of the inputs: fla multiplies in bfloat16, float16 or TF32."""
 
@@ -46,26 +58,51 @@ def refusal(inputs: Inputs) -> str | None:
     return None
 
 
-def candidate(recurrent: bool = False) -> Candidate:
-    """The chunked operator, or with ``recurrent`` the token-by-token one. Decoding always uses the latter. Refused calls raise."""
+def candidate(recurrent: bool = False, bounded: bool = False) -> Candidate:
+    """The chunked operator, or with ``recurrent`` the token-by-token one. Decoding always uses the latter. Refused calls raise.
+
+    ``bounded``: the chunked operator for bounded log decays.
+    """
+    os.environ["FLA_FLASH_QLA"] = "0"  # FlashQLA is a peer of its own
     ops = import_module("fla.ops")
 
+    def arguments(inputs: Inputs) -> Inputs:
+        if bounded:
+            if inputs.variant not in BOUNDED:
+                raise ImplementationRefused(f"it has no bounded kernels for {inputs.variant}")
+            if inputs.variant == "kda" and inputs.g is not None and not bool((inputs.g >= BOUND).all()):
+                raise ImplementationRefused(f"its bounded kernels take log decays from {BOUND:g}")
+        return inputs
+
     def forward(inputs: Inputs) -> Tensor:
-        return _call(ops, RECURRENT if recurrent else CHUNKED, inputs)[0]
+        return _call(ops, RECURRENT if recurrent else CHUNKED, inputs, **(BOUNDED[inputs.variant] if bounded else {}))[0]
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        if inputs.variant == "kda" and inputs.slots is not None:  # its other operators have no slots
+            function = import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
+            output, state = function(**inputs.tensors, scale=inputs.scale, initial_state=state, ssm_state_indices=inputs.slots)
+            return output, state
+        return in_order(inputs, state)
+
+    @gathered
+    def in_order(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return _call(ops, RECURRENT, inputs, initial_state=state, output_final_state=True)
 
-    return Candidate("fla_recurrent" if recurrent else "fla", forward, step, lambda inputs, result: BUDGET[inputs])
+    name = "fla_bounded" if bounded else "fla_recurrent" if recurrent else "fla"
+    return Candidate(name, forward, step, lambda inputs, result: BUDGET[inputs], arguments=arguments)
 
 
-def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:
+def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
     """Call an operator with [B,T,H,*]. Its retention computes its own decay; its linear attention normalises by default."""
     reason = refusal(inputs)
     if reason is not None:
         raise ImplementationRefused(reason)
     function = getattr(ops, names[inputs.variant])
-    options: dict[str, Any] = {"scale": inputs.scale, **states}
+    options: dict[str, Any] = {"scale": inputs.scale, **more}
+    if inputs.family.name == "delta":
+        public = PUBLIC.get(inputs.variant, {})
+        output, state = function(**{public.get(name, name): x for name, x in inputs.tensors.items()}, **options)
+        return output, state
     if inputs.variant == "linear_attention":
         options["normalize"] = False
     decay = [] if inputs.variant in ("linear_attention", "retention") else [inputs.g]

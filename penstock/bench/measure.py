@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
 
 from ..errors import Complaints, ImplementationRefused, ShapeError
-from ..tokens.distributions import GATES
+from ..tokens.distributions import GATES, STRENGTHS
 from ..tokens.pools import STEP_TOKENS
 from ..tokens.shape import Shape
 from ..verify.inputs import Inputs
@@ -97,12 +99,20 @@ class Measurement:
     untimed: tuple[Untimed, ...] = ()
     first: str | None = None
     """The baseline, timed or not; None in old records, whose baseline is the first timed candidate."""
+    groups: int | None = None
+    """Heads of q and k, if heads of v share them."""
 
     @property
     def gates(self) -> str:
-        """The distribution of the decays: one of ``GATES``, or "" for that of the variant."""
+        """The distribution of the decays: one of ``GATES`` or ``STRENGTHS``, or "" for that of the variant."""
         named = self.case.removeprefix(f"{self.variant}-").rpartition("-")[0]
-        return named if named in GATES else ""
+        return named if named in (*GATES, *STRENGTHS) else ""
+
+    @property
+    def sizes(self) -> str:
+        """The shape as text, with the heads of q and k before those of v if these share them: 4,8192,16/64,128."""
+        B, T, *rest = self.shape.text.split(",")
+        return ",".join((B, T, *(f"{self.groups}/{part}" if self.groups and n == 0 else part for n, part in enumerate(rest))))
 
     @property
     def kind(self) -> str:
@@ -160,7 +170,8 @@ def measure(
         for candidate in candidates:
             try:
                 results, first_call = exact.compare(candidate)
-                right.append(Checked(candidate.name, candidate.threads, results, first_call, call_of(candidate, inputs, mode)))
+                call = call_of(candidate, inputs, mode)
+                right.append(Checked(candidate.name, candidate.threads, results, first_call, call, candidate.not_captured))
             except Exception as failure:
                 if not keep_going:
                     raise
@@ -170,7 +181,8 @@ def measure(
         copy, timings = timed_in_turn(copy_of(inputs, mode), right, device, seconds)
     at = inputs.variant, case, shape, mode, str(inputs.q.dtype).removeprefix("torch."), str(device)
     first = candidates[0].name if candidates else None
-    return Measurement(*at, tokens, moved_bytes(inputs, mode), copy, timings, tuple(untimed), first)
+    groups = inputs.q.shape[2] if inputs.q.shape[2] != shape.H else None
+    return Measurement(*at, tokens, moved_bytes(inputs, mode), copy, timings, tuple(untimed), first, groups)
 
 
 class Checked(NamedTuple):
@@ -182,11 +194,12 @@ class Checked(NamedTuple):
     first_call: float
     """Seconds."""
     call: clock.TimedCall
+    not_captured: str | None = None
 
 
 def timed_in_turn(copy: clock.TimedCall, right: list[Checked], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
     """Time the copy and all candidates, about ``seconds`` each."""
-    found = _timed([copy, *(one.call for one in right)], device, seconds)
+    found = _timed([copy, *(one.call for one in right)], device, seconds, [None, *(one.not_captured for one in right)])
     threads = torch.get_num_threads()
     timings = tuple(
         Timing(
@@ -215,12 +228,14 @@ def reason_of(failure: Exception, ours: bool) -> str:
 
 
 @clock.settled()
-def _timed(calls: list[clock.TimedCall], device: torch.device, seconds: float) -> list[tuple[list[float], GpuTiming | None]]:
+def _timed(
+    calls: list[clock.TimedCall], device: torch.device, seconds: float, not_captured: Sequence[str | None] = ()
+) -> list[tuple[list[float], GpuTiming | None]]:
     """Samples of each call in milliseconds and, on a GPU, its GPU time, host time and memory."""
     if not clock.on_gpu(device):
         return [(samples, None) for samples in clock.in_turn(calls, device, seconds)]
     memory = [clock.peak_bytes(call, device) for call in calls]
-    graphs = [clock.captured(call, device) for call in calls]
+    graphs = [reason or clock.captured(call, device) for call, reason in zip_longest(calls, not_captured)]
     hosts = [clock.host_seconds(call, device) * 1e6 for call in calls]
     replays = [one.replay for one in graphs if isinstance(one, clock.Replay)]
     samples = clock.in_turn([*calls, *replays], device, seconds)

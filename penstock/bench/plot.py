@@ -1,6 +1,7 @@
 """Pictures of measurements.
 
 - Cases of several distributions of decays: lines of GPU time against the distribution.
+- Cases of several strengths of decays: a picture for each shape, of lines against the strength (``strengths.py``).
 - Every variant at several lengths or batch sizes, other sizes equal: lines of time against size on logarithmic axes.
 - Several cases and more than one candidate: bars of the speed relative to the baseline.
 - Otherwise: dots of the time of every candidate.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tokens.distributions import GATES
+from . import strengths
 from .figure import (
     FAINT,
     INK,
@@ -46,11 +48,38 @@ KERNELS = 0.55
 MODES = {"fwd": "forward", "fwdbwd": "forward and backward", "decode": "decode step"}
 
 
-def plot_measurements(measurements: Sequence[Measurement], path: Path, subtitle: str = "") -> None:
-    """Draw lines, bars or dots, see the docstring of this file. ``subtitle`` names the device and the versions."""
+def plot_measurements(measurements: Sequence[Measurement], path: Path, subtitle: str = "") -> list[Path]:
+    """Draw lines, bars or dots, see the docstring of this file. ``subtitle`` names the device and the versions.
+
+    Returns the paths of the pictures: ``path``, or with several a path beside it for each.
+    """
     check_plot(path)
+    if strengths.is_by_strength(measurements):
+        return _plot_strengths(measurements, path, subtitle)
+    _plot(measurements, path, subtitle)
+    return [path]
+
+
+def _plot_strengths(measurements: Sequence[Measurement], path: Path, subtitle: str) -> list[Path]:
+    """Draw a picture for each variant, shape and dtype, with a panel for each mode."""
+    shapes: dict[tuple[str, str, str], dict[tuple[str, ...], list[Measurement]]] = {}
+    for one in measurements:
+        panels = shapes.setdefault((one.variant, one.sizes, one.dtype), {})
+        panels.setdefault((one.variant, one.mode, one.dtype), []).append(one)
+    names, found = _names(measurements), []
+    dtypes = {dtype for *_, dtype in shapes}
+    for (variant, sizes, dtype), panels in shapes.items():
+        end = "-".join((variant, sizes.replace(",", "x").replace("/", "of"), *([dtype] if len(dtypes) > 1 else [])))
+        found.append(path if len(shapes) == 1 else path.with_name(f"{path.stem}-{end}{path.suffix}"))
+        figure = _panels(panels, lambda axes, panel: strengths.draw(axes, panel, names), across=2, width=7.2)
+        strengths.explain_marks(figure)
+        save(figure, found[-1], subtitle)
+    return found
+
+
+def _plot(measurements: Sequence[Measurement], path: Path, subtitle: str) -> None:
     panels: dict[tuple[str, ...], list[Measurement]] = {}
-    if all(measurement.gates for measurement in measurements):
+    if all(measurement.gates in GATES for measurement in measurements):
         for measurement in measurements:
             panels.setdefault((measurement.variant, measurement.mode, measurement.dtype, measurement.shape.text), []).append(measurement)
         if any(len(panel) > 1 for panel in panels.values()):
@@ -119,11 +148,13 @@ def plot_losses(
     save(figure, path, subtitle)
 
 
-def _panels(panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None], across: int = 3) -> Figure:
+def _panels(
+    panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None], across: int = 3, width: float = 5.6
+) -> Figure:
     """One panel for each variant, mode, dtype and further part of its key, side by side."""
     across = min(len(panels), across)
     down = -(-len(panels) // across)
-    figure = new_figure(max(7.6, 5.6 * across), 4.6 * down + 0.3)
+    figure = new_figure(max(7.6, width * across), 4.6 * down + 0.3)
     places = figure.subplots(down, across, squeeze=False).flat
     for axes, ((variant, mode, dtype, *_), panel) in zip(places, panels.items()):
         kind(axes, panel)
@@ -145,7 +176,10 @@ def _axis(panel: list[Measurement]) -> str | None:
 def _shared_sizes(panel: list[Measurement]) -> str:
     """The sizes that all shapes share, as text."""
     shared = [(name, {getattr(measurement.shape, name) for measurement in panel}) for name in panel[0].shape._fields]
-    return ",  ".join(f"{name} = {values.copy().pop()}" for name, values in shared if len(values) == 1)
+    texts = {name: f"{name} = {values.copy().pop()}" for name, values in shared if len(values) == 1}
+    if panel[0].groups is not None and "H" in texts:
+        texts["H"] += f" ({panel[0].groups} of q and k)"
+    return ",  ".join(texts.values())
 
 
 def _names(measurements: Sequence[Measurement]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from math import inf
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 from ..errors import Complaints, RangeError
 from ..tokens.shape import Shape
 from ..verify.machine import Machine
+from . import delta_peers
 from .candidates import MODES
 from .exact import Deviation
 from .measure import GpuTiming, Measurement, Timing, Untimed
 from .trace import Profile
+
+FLA = {"fla", "fla_recurrent", "fla_bounded"}
+"""Candidates of flash-linear-attention."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Record:
     measurements: tuple[Measurement, ...]
     machine: Machine
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    packages: dict[str, str] = field(default_factory=delta_peers.installed)
+    """Versions of installed packages whose kernels are peers of the delta rule."""
 
     @classmethod
     def of(cls, command: str, device: str, measurements: list[Measurement], machine: Machine) -> Record:
@@ -41,8 +48,10 @@ class Record:
         count = self.measurements[0].copy.threads
         threads = f", {count} thread{'s' * (count > 1)}" if self.device == machine.processor else ""
         timed = [timing.candidate for one in self.measurements for timing in one.timings]
-        fla = f", fla {machine.fla}" if any(name.startswith("fla") for name in timed) else ""
-        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{fla}; {self.date[:10]}"
+        versions = {name: self.packages.get(package.distribution) for name, package in delta_peers.PACKAGES.items()}
+        versions = {"fla": machine.fla} | {name: versions[name] for name in versions if name in timed}
+        peers = "".join(f", {name} {text}" for name, text in versions.items() if name != "fla" or FLA & {*timed})
+        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{peers}; {self.date[:10]}"
 
     def write(self, path: Path) -> None:
         """Write everything as JSON. Makes missing folders."""
@@ -68,13 +77,49 @@ class Record:
             texts = content["command"], content["device"], content["date"]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("command, device and date must be texts")
-            return cls(texts[0], texts[1], measurements, _from_fields(Machine, machine), texts[2])
+            packages = {str(name): str(text) for name, text in content.get("packages", {}).items()}
+            return cls(texts[0], texts[1], measurements, _from_fields(Machine, machine), texts[2], packages)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             complaints = Complaints("bench")
             rule = "a record that penstock bench --json wrote"
             complaints.add(RangeError, "file", rule, f"{str(path)!r} ({type(failure).__name__}: {failure})")
             complaints.raise_any()
             raise
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """One record of several of one device: runs that each measured some candidates of the same calls.
+
+    A candidate of a call in several runs keeps the run of its median time; one that was timed in any is timed.
+    """
+    if len(records) == 1:
+        return records[0]
+    devices = list(dict.fromkeys(record.device for record in records))
+    if len(devices) > 1:
+        complaints = Complaints("bench")
+        complaints.add(RangeError, "--from", "given for records of one device", ", ".join(devices), "Compare times of one device only.")
+        complaints.raise_any()
+    calls: dict[tuple[object, ...], list[Measurement]] = {}
+    for one in (one for record in records for one in record.measurements):
+        calls.setdefault((one.variant, one.case, one.shape, one.groups, one.mode, one.dtype), []).append(one)
+    command = "; ".join(dict.fromkeys(record.command for record in records))
+    packages = {name: text for record in records for name, text in record.packages.items()}
+    return replace(records[0], command=command, measurements=tuple(map(_joined, calls.values())), packages=packages)
+
+
+def _joined(runs: Sequence[Measurement]) -> Measurement:
+    """One measurement of several of the same call."""
+    timings: dict[str, list[Timing]] = {}
+    for timing in (timing for run in runs for timing in run.timings):
+        timings.setdefault(timing.candidate, []).append(timing)
+    untimed = {one.candidate: one for run in runs for one in run.untimed if one.candidate not in timings}
+    return replace(
+        runs[0], copy=_median([run.copy for run in runs]), timings=tuple(map(_median, timings.values())), untimed=tuple(untimed.values())
+    )
+
+
+def _median(timings: Sequence[Timing]) -> Timing:
+    return sorted(timings, key=lambda timing: timing.own_milliseconds)[(len(timings) - 1) // 2]
 
 
 def _from_fields(kind: type[Any], content: dict[str, Any]) -> Any:

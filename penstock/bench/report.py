@@ -194,7 +194,7 @@ def _without_graph(measurements: Sequence[Measurement]) -> Iterator[tuple[str, s
 
 
 def _shape(measurement: Measurement) -> str:
-    return f"{measurement.shape.text}  {measurement.gates}".rstrip()
+    return f"{measurement.sizes}  {measurement.gates}".rstrip()
 
 
 def _add_rows(table: Numbers, measurement: Measurement) -> None:

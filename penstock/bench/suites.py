@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import Complaints, RangeError
 from .candidates import Mode
-from .cases import GATED, GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case, case_named
+from .cases import DELTA_GATES, DELTA_GATES_CPU, GATED, GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case, case_named
 from .ladder import RUNGS
 
 
@@ -34,7 +34,24 @@ LADDER = "wkv-ladder"
 SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla; most of the time is fla's autotuning", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gates", "weak to strong decays per channel, beside fla", GATED, ("fwd", "fwdbwd"), seconds=0.1),
-    Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
+    Suite("gpu-decode", "one token for 1 to 1024 sequences, beside fla", GPU_DECODING, ("decode",), peers=("fla", "flash_rwkv")),
+    Suite(
+        "delta-gates",
+        "the delta rule from no decays to the strongest, beside other projects",
+        DELTA_GATES,
+        ("fwd", "fwdbwd"),
+        peers=("fla", "fla_bounded", "flash_kda", "cudnn", "flash_qla", "flash_rwkv"),
+        seconds=0.1,
+    ),
+    Suite(
+        "delta-gates-cpu",
+        "the same on a CPU, beside the token loop",
+        DELTA_GATES_CPU,
+        ("fwd", "fwdbwd"),
+        peers=("loop",),
+        dtype="float32",
+        device="cpu",
+    ),
     Suite(
         "lengths", "chunked and token-by-token kernels as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)
     ),

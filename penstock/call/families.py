@@ -68,7 +68,7 @@ class Registered:
     generator and the name of a distribution of decays, or ""."""
     step: Callable[..., Tensor] | None = None
     """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
-    ones), ``state`` and ``impl``. It returns the output."""
+    ones), ``state``, ``impl`` and, where benchmarks update rows of a pool, ``slots``. It returns the output."""
     loop: Callable[[str, Mapping[str, Tensor], float, Tensor | None], tuple[Tensor, Tensor]] | None = None
     """A token loop in float32, the baseline of benchmarks, if not that of ``bench/loop.py``: from a variant's name, its drawn arguments by
     name, the scale and the states [B,H,K,V], output and new states."""

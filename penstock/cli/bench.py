@@ -21,7 +21,7 @@ from ..bench.figure import check_plot
 from ..bench.measure import Measurement, check_decode_shape, measure
 from ..bench.peers import peer, peer_names
 from ..bench.plot import plot_measurements, plot_profile
-from ..bench.record import Record
+from ..bench.record import Record, joined
 from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.softmax import FUNCTION
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
@@ -55,7 +55,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--peer",
-            help=f"loop, fla, fla_recurrent or a rung of wkv-ladder; sdpa for {FUNCTION}; or none. The first is the baseline.",
+            help=f"loop, fla, fla_recurrent or a rung of wkv-ladder; of the delta rule also fla_bounded, flash_kda, cudnn, flash_qla or"
+            f" flash_rwkv; sdpa for {FUNCTION}; or none. The first is the baseline.",
             show_default=f"loop; sdpa for {FUNCTION}",
         ),
     ] = None,
@@ -68,12 +69,15 @@ def bench(
         Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file, after each case.")
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this png, pdf or svg file.")] = None,
-    from_file: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, and draw, a file that --json wrote.")
+    from_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Measure nothing: show, and draw, a file that --json wrote. Repeatable: runs on one device."
+        ),
     ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and the suites, and stop.")] = False,
 ) -> None:
-    """Time variants of the recurrence beside the token loop or flash-linear-attention, or softmax attention beside torch's.
+    """Time variants of the recurrence and of the delta rule beside the token loop or other projects, or softmax attention beside torch's.
 
     Every candidate is first compared with the float64 oracle. A wrong one is reported and not timed, and the exit code is 1. Then the
     candidates are timed in turn, so that noise of the machine affects all of them. The table shows the median, the quartiles, the speed
@@ -101,6 +105,10 @@ def bench(
 
       penstock bench --suite gates --json gates.json --plot gates.png
 
+      penstock bench kda --suite delta-gates --peer fla --json kda-fla.json
+
+      penstock bench --from kda-fla.json --from kda-cudnn.json --plot kda.png
+
       penstock bench wkv-ladder --json ladder.json
 
       penstock bench --from training.json --plot training.pdf
@@ -112,9 +120,9 @@ def bench(
     check_outputs("bench", {"--json": json_file, "--plot": plot_file})
     if plot_file is not None:
         check_plot(plot_file)
-    if from_file is not None:
+    if from_files:
         _check_alone(variants, shape, case, suite, mode, impl, peers, dtype, device, threads, seconds, json_file)
-        _show_record(console, Record.read(from_file), plot_file)
+        _show_record(console, joined([Record.read(path) for path in from_files]), plot_file)
         return
     if variants == [LADDER] and suite is None:
         variants, suite = None, LADDER
@@ -266,7 +274,8 @@ def _measured(job: Job, options: Options) -> Measurement:
     case, mode = job.case, job.mode
     if case.variant == FUNCTION:
         return softmax.measure(case, mode, options.torch_dtype, options.device, options.seconds, job.impls, job.peers, options.seed)
-    x = inputs(case.variant, case.shape, options.torch_dtype, options.device, options.seed, case.gates)
+    given = options.torch_dtype, options.device, options.seed, case.gates, case.groups, case.slots and mode == "decode"
+    x = inputs(case.variant, case.shape, *given)
     candidates = [peer(name, x, mode) for name in job.peers] + [ours(name, x, mode) for name in job.impls]
     return measure(case.name, x, mode, candidates, options.seconds, keep_going=True)
 
@@ -284,8 +293,10 @@ def _show_record(console: Console, record: Record, plot_file: Path | None) -> No
 def _plot(console: Console, record: Record, path: Path | None) -> None:
     if path is None:
         return
+    paths = [path]
     if len(record.measurements) == 1 and record.measurements[0].profiled:
         plot_profile(record.measurements[0], path, record.place)
     else:
-        plot_measurements(record.measurements, path, record.place)
-    console.print(f"picture: {path}", highlight=False, soft_wrap=True)
+        paths = plot_measurements(record.measurements, path, record.place)
+    for drawn in paths:
+        console.print(f"picture: {drawn}", highlight=False, soft_wrap=True)

@@ -33,9 +33,9 @@ def _loop(variant: str, x: Mapping[str, Tensor], scale: float, state: Tensor | N
     return samples.token_loop(variant, x, scale, state)
 
 
-def _step(variant: str, *given: Tensor | None, state: Tensor, impl: str) -> Tensor:
+def _step(variant: str, *given: Tensor | None, state: Tensor, impl: str, slots: Tensor | None = None) -> Tensor:
     q, k, v, g, beta, a, b = given[:7]
-    options: dict[str, Any] = {"state": state, "impl": impl}
+    options: dict[str, Any] = {"state": state, "impl": impl, "slots": slots}
     return functional.decode_step(variant, q, k, v, g, beta, a, b, **options)  # type: ignore[arg-type]
 
 

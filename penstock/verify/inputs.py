@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,8 @@ class Inputs:
     u: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Arguments that only this variant's family has, by name."""
+    slots: Tensor | None = None
+    """Rows of the states that a decode step updates; None: one for each sequence, in order."""
 
     @classmethod
     def of(cls, variant: str, tensors: Mapping[str, Tensor]) -> Inputs:
@@ -87,7 +89,8 @@ class Inputs:
 
     def step(self, state: Tensor, impl: str) -> Tensor:
         """Call the public function for decode steps, which updates the states in place; return its output."""
-        return self._step(state=state, impl=impl)
+        slots = {} if self.slots is None else {"slots": self.slots}
+        return self._step(state=state, impl=impl, **slots)
 
     def _given(self, trial: Trial, more: dict[str, Tensor | None]) -> list[Tensor | None]:
         return [(self.tensors | more).get(name) for name in trial.operator.names]
@@ -116,16 +119,28 @@ class Inputs:
         return Inputs.of(self.variant, copies)
 
 
-def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, gates: str = "") -> Inputs:
+def inputs(
+    variant: str,
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    gates: str = "",
+    groups: int | None = None,
+    slots: bool = False,
+) -> Inputs:
     """Random inputs with the distributions of a model of this variant: q, k, v in ``dtype``, decays and bonus in float32 or float64.
 
-    Decays per channel can be drawn otherwise by ``gates``, one of ``tokens.distributions.GATES``.
+    Decays can be drawn otherwise by ``gates``, one of ``tokens.distributions.GATES`` or ``STRENGTHS``. ``groups``: heads of q and k, if
+    heads of v share them. ``slots``: a decode step updates rows of the states in random order.
 
     >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
     torch.Size([1, 5, 2, 8])
     """
     family, random = functions()[variant], torch.Generator(torch.device(device)).manual_seed(seed)
     assert family.draw is not None, f"{variant}: its family draws no inputs"
-    drawn, (first, *others) = family.draw(variant, shape._asdict(), random, gates), family.trials[0].operator.signatures[variant].arguments
+    sizes = shape._asdict() | {"G": groups or shape.H}
+    drawn, (first, *others) = family.draw(variant, sizes, random, gates), family.trials[0].operator.signatures[variant].arguments
     alike = {first.name, *(one.name for one in others if one.like)}
-    return Inputs.of(variant, {name: x.to(dtype if name in alike else state_dtype(dtype)) for name, x in drawn.items()})
+    found = Inputs.of(variant, {name: x.to(dtype if name in alike else state_dtype(dtype)) for name, x in drawn.items()})
+    return replace(found, slots=torch.randperm(shape.B, generator=random, device=device)) if slots else found

@@ -13,16 +13,17 @@ from measurements import measured
 from sampling import every
 
 import penstock.bench
-from penstock.bench import fla, ladder
+from penstock.bench import delta_peers, fla, ladder
 from penstock.bench.candidates import loop
 from penstock.bench.figure import FAINT, INK, OURS, PEERS, colours, lighter, plain_name, spread
+from penstock.bench.measure import Untimed
 from penstock.bench.plot import KERNELS, plot_losses, plot_measurements, plot_profile
 from penstock.bench.serving.load import Load, Run, Times
 from penstock.bench.serving.report import Report, plot_runs
 from penstock.bench.serving.workload import Lengths, Workload
 from penstock.bench.trace import Profile
 from penstock.recurrence.operators import FAMILY
-from penstock.tokens.distributions import GATES
+from penstock.tokens.distributions import GATES, STRENGTHS
 from penstock.tokens.shape import Shape
 from penstock.verify.inputs import inputs
 
@@ -63,6 +64,21 @@ def lengths(*values):
 
 
 GATED = [replace(cases(ONE)[0], mode=mode, case=f"gla-{gates}-a") for mode in ("fwd", "fwdbwd") for gates in GATES]
+STRONG = [
+    replace(
+        cases(ONE, names=("fla", "auto (triton_chunkwise)"))[0],
+        variant="kda",
+        mode=mode,
+        case=f"kda-{strength}-a",
+        groups=1,
+        untimed=(
+            Untimed("fla_bounded", "wrong: its output has values that are not finite", False),
+            Untimed("cudnn", "refuses: it is not installed", False),
+        ),
+    )
+    for mode in ("fwd", "fwdbwd")
+    for strength in STRENGTHS
+]
 PICTURES = {
     "two lengths": lambda path: plot_measurements(cases(*lengths(64, 128)), path, "somewhere"),
     "close lengths": lambda path: plot_measurements(cases(*lengths(64, 66)), path),
@@ -72,6 +88,8 @@ PICTURES = {
     "close times": lambda path: plot_measurements(cases(*lengths(64, 65), names=NAMES[2:3], scale=1e-3), path),
     "bars": lambda path: plot_measurements(cases(ONE, WIDE), path, "somewhere"),
     "gates": lambda path: plot_measurements(GATED, path, "somewhere"),
+    "strengths": lambda path: plot_measurements(STRONG, path, "somewhere"),
+    "strengths, one of them timed": lambda path: plot_measurements([STRONG[0], replace(STRONG[1], timings=())], path),
     "dots": lambda path: plot_measurements(cases(ONE), path, "somewhere"),
     "one dot": lambda path: plot_measurements(cases(ONE, names=NAMES[2:3]), path),
     "profile": lambda path: plot_profile(profiled(fla=4.58, fla_recurrent=0.598, auto=0.195, cuda=0.0874), path, "somewhere"),
@@ -162,8 +180,15 @@ def test_penstock_and_each_peer_have_one_colour(picture):
 def test_every_peer_has_a_colour_of_its_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
-    own = loop(inputs("gla", ONE)).name, fla.candidate(recurrent=False).name, fla.candidate(recurrent=True).name, "sdpa"
-    assert {*own, *ladder.RUNGS} == set(PEERS)
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    own = {
+        loop(inputs("gla", ONE)).name,
+        fla.candidate().name,
+        fla.candidate(recurrent=True).name,
+        fla.candidate(bounded=True).name,
+        "sdpa",
+    }
+    assert own | {*ladder.RUNGS, *delta_peers.PACKAGES} == set(PEERS)
     assert len({OURS, *PEERS.values()}) == len(PEERS) + 1
     assert not set(PEERS) & {one.name for one in FAMILY.implementations}
 

@@ -17,16 +17,20 @@ from penstock.bench.exact import OracleLimit, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import measure
 from penstock.bench.peers import peer
+from penstock.delta import variants as delta
 from penstock.errors import ImplementationRefused
 from penstock.recurrence import rounded
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.distributions import STRENGTHS
 from penstock.tokens.shape import Shape
 from penstock.verify import oracle, rounding
 from penstock.verify.inputs import Inputs, inputs
 from penstock.verify.machine import using_threads
 
+BOTH = (*VARIANTS, *delta.VARIANTS)
 
-@pytest.mark.parametrize("variant", VARIANTS)
+
+@pytest.mark.parametrize("variant", BOTH)
 def test_token_loop_equals_the_oracle(variant):
     x, state = inputs(variant, SMALL), torch.randn(SMALL.state)
     output, final_state = oracle.exact_forward(x, state)
@@ -41,7 +45,7 @@ def test_token_loop_equals_the_oracle(variant):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", BOTH)
 def test_measurements_of_every_variant_and_mode(variant, mode):
     x = inputs(variant, SMALL)
     found = measure("small", x, mode, [loop(x), ours("auto", x, mode)], seconds=0.002)
@@ -159,6 +163,48 @@ def test_fla_operator_follows_name_and_mode(monkeypatch):
         called.clear()
         assert measure("small", x, mode, [peer(name, x, mode)], seconds=0.001).timings[0].candidate == name
         assert set(called) == {wanted}
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_delta_rule_is_right_at_every_strength(variant, strength):
+    x = inputs(variant, Shape(1, 130, 2, 8, 8), gates=strength)
+    for mode in ("fwd", "fwdbwd"):
+        found = measure("a", x, mode, [loop(x), ours("auto", x, mode)], seconds=0.001)
+        assert len(found.timings) == 2
+
+
+def test_token_loop_of_shared_heads_equals_the_oracle():
+    x = inputs("gated_delta_rule", Shape(2, 9, 4, 5, 7), groups=2)
+    found = measure("shared", x, "fwdbwd", [loop(x)], seconds=0.001)
+    assert found.timings[0].error < 1e-6
+    assert (found.groups, found.sizes) == (2, "2,9,2/4,5,7")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_shared_heads_are_summed_before_they_are_rounded(seed):
+    x = inputs("gated_delta_rule", Shape(1, 40, 4, 16, 16), torch.bfloat16, seed=seed, gates="slow", groups=2)
+    assert measure("shared", x, "fwdbwd", [loop(x)], seconds=0.001).timings[0].error < 0.004
+
+
+def test_decode_steps_of_slots_update_these_rows():
+    """Rows in random order: a candidate that takes them in order is wrong."""
+    x = inputs("kda", Shape(5, 1, 2, 5, 7), slots=True)
+    found = measure("slots", x, "decode", [loop(x), ours("auto", x, "decode")], seconds=0.001)
+    assert len(found.timings) == 2
+    in_order = replace(loop(x), step=token_loop)
+    assert measure("slots", x, "decode", [in_order], seconds=0.001, keep_going=True).untimed[0].reason.startswith("wrong: its output is ")
+
+
+def test_states_with_values_first_are_compared_as_others():
+    def step(x, state):
+        assert state.shape == (2, 2, 7, 5)
+        assert state.is_contiguous()
+        output, after = token_loop(x, state.mT)
+        return output, after.mT
+
+    x = inputs("kda", Shape(2, 1, 2, 5, 7))
+    assert measure("a", x, "decode", [replace(loop(x), step=step, values_first=True)], seconds=0.001).timings[0].error < 1e-6
 
 
 def test_first_call_is_timed_separately():

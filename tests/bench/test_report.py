@@ -10,14 +10,14 @@ import torch
 from measurements import SMALL, measured, refusing
 
 from penstock import RangeError
-from penstock.bench import plot
+from penstock.bench import plot, strengths
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import Untimed, measure
 from penstock.bench.plot import plot_measurements
-from penstock.bench.record import Record
+from penstock.bench.record import Record, joined
 from penstock.errors import MissingExtra
-from penstock.tokens.distributions import GATES
+from penstock.tokens.distributions import GATES, STRENGTHS
 from penstock.tokens.shape import Shape
 from penstock.verify import oracle
 from penstock.verify.inputs import inputs
@@ -110,6 +110,7 @@ def recording(called, name, function):
         ("_bars", [measured("gla", shape, "fwd", "loop", "auto (cpu)", "chunkwise") for shape in (ONE, WIDE)]),
         ("_gates", [replace(measured("gla", ONE, mode, *TWO), case=f"gla-{x}-a") for mode in ("fwd", "fwdbwd") for x in GATES]),
         ("_dots", [replace(measured("gla", ONE, "fwd", *TWO), case="gla-mu2-a")]),
+        ("draw", [replace(measured("kda", ONE, mode, *TWO), case=f"kda-{x}-a") for mode in ("fwd", "fwdbwd") for x in STRENGTHS]),
         ("_dots", [measured("gla", ONE, "fwd", *TWO)]),
         ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
     ],
@@ -118,9 +119,76 @@ def test_pictures_show_what_differs_between_measurements(kind, rows, tmp_path, m
     drawn = set()
     for name in ("_lines", "_bars", "_dots", "_gates"):
         monkeypatch.setattr(plot, name, recording(drawn, name, getattr(plot, name)))
+    monkeypatch.setattr(strengths, "draw", recording(drawn, "draw", strengths.draw))
     plot_measurements(rows, tmp_path / "a.png", "somewhere")
     assert drawn == {kind}
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_each_shape_has_a_picture_of_its_strengths(tmp_path):
+    rows = [replace(measured("kda", shape, "fwd", *TWO), case=f"kda-{x}-a") for shape in (ONE, LONG) for x in ("zero", "slow")]
+    rows += [replace(measured("gated_delta_rule", ONE, "fwd", *TWO), case="gated_delta_rule-slow-a", groups=1)]
+    found = plot_measurements(rows, tmp_path / "a.png")
+    assert [path.name for path in found] == ["a-kda-1x8x2x4.png", "a-kda-1x16x2x4.png", "a-gated_delta_rule-1x8x1of2x4.png"]
+    assert all(path.stat().st_size for path in found)
+
+
+def test_marks_say_why_something_was_not_timed(tmp_path, monkeypatch):
+    """A row of marks for each candidate that was not timed somewhere; its line has a gap there."""
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, *_: figures.append(figure))
+    missing = {"slow": "wrong: its output is 0.5 from the float64 token loop", "resets": "refuses: RuntimeError: no"}
+    rows = [replace(measured("kda", ONE, "fwd", *TWO), case=f"kda-{x}-a") for x in ("zero", "slow", "mu2", "resets")]
+    for n, row in enumerate(rows):
+        if row.gates in missing:
+            untimed = (Untimed("loop", missing[row.gates], False), Untimed("cudnn", "refuses: it is not installed", False))
+            rows[n] = replace(row, timings=row.timings[1:], untimed=untimed)
+    plot_measurements(rows, tmp_path / "a.png")
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert [y != y for y in lines["loop"].get_ydata()] == [False, True, False, True]
+    assert all(y == y for y in lines["auto"].get_ydata())
+    marks = {(line.get_label(), line.get_xdata()[0], line.get_marker()) for line in axes.lines if line.get_label() in ("_loop", "_cudnn")}
+    assert marks == {("_loop", 1, "x"), ("_loop", 3, "_"), ("_cudnn", 1, "_"), ("_cudnn", 3, "_")}
+
+
+def run_of(*timed, untimed=(), device="a GPU", mode="fwd", packages=None):
+    """A record of one measurement: milliseconds by candidate."""
+    one = measured("kda", ONE, mode, *(name for name, _ in timed), untimed=untimed)
+    one = replace(one, timings=tuple(replace(x, milliseconds=time) for x, (_, time) in zip(one.timings, timed)))
+    return Record("penstock bench", device, (one,), Machine.here(), packages=packages or {})
+
+
+def test_runs_of_the_same_calls_are_joined():
+    """Each candidate keeps the run of its median time; what any run timed is timed."""
+    runs = [
+        run_of(("fla", 5.0), ("auto (cpu)", 3.0), packages={"flash-qla": "0.1.3"}),
+        run_of(("cudnn", 2.0), ("auto (cpu)", 1.0), untimed=(Untimed("fla", "refuses: no", False), Untimed("x", "wrong: 1", False))),
+        run_of(("auto (cpu)", 2.0), packages={"tilelang": "0.1.15"}),
+        run_of(("auto (cpu)", 9.0), mode="fwdbwd"),
+    ]
+    found = joined(runs)
+    first, second = found.measurements
+    assert {one.candidate: one.milliseconds for one in first.timings} == {"fla": 5.0, "auto (cpu)": 2.0, "cudnn": 2.0}
+    assert [one.candidate for one in first.untimed] == ["x"]
+    assert [one.milliseconds for one in second.timings] == [9.0]
+    assert found.packages == {"flash-qla": "0.1.3", "tilelang": "0.1.15"}
+    assert joined(runs[:1]) is runs[0]
+
+
+def test_runs_on_several_devices_are_not_joined():
+    with pytest.raises(RangeError, match="--from must be given for records of one device, got a GPU, another"):
+        joined([run_of(("fla", 5.0)), run_of(("fla", 5.0), device="another")])
+
+
+def test_records_name_the_versions_of_timed_peers(tmp_path):
+    one = run_of(("flash_qla", 5.0), packages={"flash-qla": "0.1.3", "FlashRWKV2": "0.1.0a17"})
+    one.write(tmp_path / "a.json")
+    again = Record.read(tmp_path / "a.json")
+    assert again.packages == one.packages
+    assert ", flash_qla 0.1.3;" in again.place
+    assert "FlashRWKV2" not in again.place
+    assert "fla " not in again.place
 
 
 def test_pictures_distinguish_implementations_of_softmax_attention():

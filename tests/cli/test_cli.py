@@ -223,6 +223,25 @@ def test_bench_redraws_a_record(run, tmp_path):
     assert table in again.output
 
 
+def test_bench_draws_several_records_of_strengths_as_one(run, monkeypatch, tmp_path):
+    """A missing peer is in the table with its reason, in the record and in the picture of each shape; the exit code is 0."""
+    from penstock.bench.suites import Suite
+
+    rows = tuple(Case(f"kda-{gates}-{T}", "kda", Shape(1, T, 2, 4, 4), "tiny", gates) for T in (3, 4) for gates in ("slow", "resets"))
+    tiny = Suite("tiny", "", rows, ("fwd", "fwdbwd"), ("chunkwise",), ("flash_kda", "flash_qla"), "float32", "cpu", 0.001)
+    monkeypatch.setattr("penstock.bench.suites.SUITES", (tiny,))
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    done = run("bench", "--suite", "tiny", "--json", str(first), "--threads", "1")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("flash_kda refuses: it is not installed (pip install tokenspeed-flashkda)") == 8
+    assert "flash_qla" not in done.output
+    assert run("bench", "kda", "--suite", "tiny", "--json", str(second), "--peer", "loop", "--threads", "1").exit_code == 0
+    again = run("bench", "--from", str(first), "--from", str(second), "--plot", str(tmp_path / "a.png"))
+    assert again.exit_code == 0, again.output
+    assert again.output.count("  token loop") == again.output.count("  chunkwise") == again.output.count("flash_kda refuses") == 8
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-kda-1x3x2x4.png", "a-kda-1x4x2x4.png"]
+
+
 def test_suites_have_their_own_defaults(run, monkeypatch, tmp_path):
     from penstock.bench.suites import Suite
 
@@ -323,7 +342,7 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         ([], "variant must be given"),
         (["softmax_attention", "--mode", "fwd", "--mode", "decode"], "mode must be fwd or fwdbwd for softmax_attention, got 'decode'"),
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
-        (["--suite", "everything"], "suite must be one of gpu-training, gates, gpu-decode, lengths, softmax, wkv-ladder, got 'everything'"),
+        (["--suite", "everything"], "suite must be one of gpu-training, gates, gpu-decode, delta-gates, delta-gates-cpu, lengths, softmax"),
         (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
         (["--from", "a.json", "--seconds", "1"], "--from must be given without variants and with no option but --plot"),
         (["softmax_attention", "--impl", "cpu"], "impl must be one of auto, triton, sdpa, reference for softmax_attention, got 'cpu'"),
