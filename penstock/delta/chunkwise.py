@@ -40,7 +40,7 @@ from . import pairs
 from .arithmetic import EXACT, Arithmetic
 from .declaration import Delta
 from .gradients import Gradients
-from .inputs import prepared
+from .inputs import SHARED, prepared
 
 
 class Parts(NamedTuple):
@@ -212,7 +212,8 @@ def canonical_backward(problem: Delta, upstream: Upstream, by: Arithmetic = EXAC
     with torch.inference_mode(False), torch.no_grad():  # inference mode: a compiled graph runs this below autograd
         chunks, tokens, initial = Chunks.of(problem), _tokens(problem), _initial_state(problem, dtype)
         d_final = torch.zeros_like(initial) if d_final_state is None else d_final_state
-        d_tokens = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tokens.items()}
+        kept = {name: problem.of_heads(x) if name in SHARED else x.dtype for name, x in tokens.items()}
+        d_tokens = {name: torch.empty(x.shape, dtype=kept[name], device=x.device) for name, x in tokens.items()}
         d_initial = []
         for group, S, dS in zip(chunks.groups, chunks.lanes(initial), chunks.lanes(d_final)):
             before = [S]

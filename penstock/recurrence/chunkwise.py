@@ -138,7 +138,8 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
     with torch.inference_mode(False), torch.no_grad():  # inference mode: a compiled graph runs this below autograd
         chunks, tokens, initial = Chunks.of(problem), _tokens(problem, dtype), _initial_state(problem, dtype)
         d_final = torch.zeros_like(initial) if d_final_state is None else d_final_state
-        d_tokens = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tokens.items()}
+        kept = {name: problem.of_heads(x) if name in ("q", "k") else x.dtype for name, x in tokens.items()}
+        d_tokens = {name: torch.empty(x.shape, dtype=kept[name], device=x.device) for name, x in tokens.items()}
         u = {} if problem.u is None else {"u": problem.u.to(dtype)}
         du = {name: torch.zeros_like(x) for name, x in u.items()}
         d_initial = []

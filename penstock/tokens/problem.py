@@ -16,6 +16,7 @@ from typing_extensions import Self
 from ..call.memory import Seen
 from ..call.operator import Operator
 from ..call.problem import Problem
+from .dtypes import state_dtype
 from .packing import ranges
 from .sharing import over_groups, repeated
 
@@ -55,6 +56,10 @@ class TokenProblem(Problem):
         if G == H:
             return gradients
         return *(None if x is None else over_groups(x, G, self.q.dtype) for x in gradients[:2]), *gradients[2:]
+
+    def of_heads(self, x: Tensor) -> torch.dtype:
+        """The dtype of a gradient that is like x, an input that heads may share: it is summed over groups before it is rounded."""
+        return state_dtype(x.dtype) if self.groups else x.dtype
 
     def summand(self, x: Tensor) -> torch.dtype:
         """The dtype of a result that is like x and a sum over key channels."""

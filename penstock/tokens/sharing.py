@@ -21,7 +21,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 def over_groups(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
     """The sums over consecutive heads of x [B,T,heads,K]: [B,T,G,K]."""
-    return x if x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3).to(dtype)
+    return (x if x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3)).to(dtype)
 
 
 def summed(shares: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -87,7 +87,8 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
     call.d_output = Strided.of(d_output)
     if d_final_state is not None:
         call.d_final_state = Strided.of(d_final_state)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (problem.q, problem.k, problem.v))
+    dq, dk = (x.new_empty(x.shape, dtype=problem.of_heads(x)) for x in (problem.q, problem.k))
+    dv = problem.v.new_empty(problem.v.shape)
     call.dq, call.dk, call.dv = Strided.of(dq), Strided.of(dk), Strided.of(dv)
     du = dg = d_initial_state = None
     if problem.u is not None:
