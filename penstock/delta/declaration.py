@@ -71,6 +71,18 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
+REMEDY = {
+    "": "Pass log(decay).",
+    "softplus": "Pass log(decay), or a raw gate together with A_log.",
+    "sigmoid": "Pass log(decay), which is -exp(x) of the argument x of RWKV's kernels, or a raw gate with raw_decay=True.",
+}
+"""What to pass in place of a log decay above 0, by ``Variant.raw``."""
+BIAS = {"BTH": "It has one number per head of v.", "BTHK": "It has the heads of v: dt_bias.view(H, K) of a flat parameter [H*K]."}
+"""The remedy for other shapes of dt_bias, by ``Variant.decay``."""
+UNRAW = {"A_log": "It turns a raw gate into a log decay.", "dt_bias": "It is added to a raw gate: pass A_log, too."}
+"""What to do about parameters of a raw gate in a call without one."""
+
+
 def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
     """The arguments that both operators share. ``query``, ``gate``: the names of q and g in messages."""
     q, k, v = tokens.queries_keys_values(query)
@@ -82,7 +94,7 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
         "a", "B T J K" if two else "", like="q", required=two, gradient=True, absent="" if two else one, draw=lambda x: 0.5 * unit(x),
         hint="a and b have the heads of k or of v.",
     )  # fmt: skip
-    g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.")
+    g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.", REMEDY[row.raw])
     return (
         q,
         replace(k, draw=unit),
@@ -95,8 +107,11 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
         removed,
         replace(removed, name="b"),
         Argument("raw", raw, label=gate, required=False, gradient=True, absent="" if raw else "this variant has no raw gates"),
-        Argument("A_log", "H" if bias else "", required=False, gradient=True, absent="" if bias else unbiased),
-        Argument("dt_bias", bias, required=False, gradient=True, absent="" if bias else unbiased),
+        Argument(
+            "A_log", "H" if bias else "", required=False, gradient=True, absent="" if bias else unbiased,
+            hint="It has one number per head of v: A_log.flatten() of a parameter [1,1,H,1].",
+        ),
+        Argument("dt_bias", bias, required=False, gradient=True, absent="" if bias else unbiased, hint=BIAS.get(row.decay, "")),
         cu_seqlens("T", "N sequences have N + 1 offsets."),
     )  # fmt: skip
 
@@ -117,7 +132,7 @@ def _gated(row: Variant) -> Callable[[Complaints, Mapping[str, Tensor | None], S
             complaints.add(ShapeError, "A_log", "given with a raw gate, of shape [H]", "None")
         for parameter in ("A_log", "dt_bias"):
             if tensors.get(parameter) is not None and "raw" not in given:
-                complaints.add(ShapeError, parameter, "left out without a raw gate", list(tensors[parameter].shape))  # type: ignore[union-attr]
+                complaints.add(ShapeError, parameter, "left out without a raw gate", list(tensors[parameter].shape), UNRAW[parameter])  # type: ignore[union-attr]
 
     return rule
 

@@ -29,7 +29,7 @@ RAW = """\
 A_log : Tensor [H], optional
     Then g is a raw gate x, of any sign, with log decay ``-exp(A_log) softplus(x + dt_bias)``{bounded}.
 dt_bias : Tensor {bias}, optional
-    Bias of the raw gate."""
+    Bias of the raw gate.{flat}"""
 OPTIONS = """\
 scale : float, optional
     Multiplies the output. Default: {scale}.
@@ -59,6 +59,6 @@ def over_sequences(
         inputs=INPUTS.format(q=query),
         beta=BETA,
         keys=KEYS,
-        raw=RAW.format(bias=bias, bounded=bounded),
+        raw=RAW.format(bias=bias, bounded=bounded, flat=" Of a flat parameter [H*K], ``dt_bias.view(H, K)``." if "K" in bias else ""),
         options=OPTIONS.format(q=query, scale=scale, name=name),
     )

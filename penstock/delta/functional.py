@@ -172,7 +172,8 @@ def rwkv7(
 
     <inputs>
     w : Tensor [B,T,H,K]
-        Log decay, natural logarithm, at most 0. Comes before k and v, as in RWKV's own kernels.
+        Log decay, natural logarithm, at most 0. Comes before k and v, as in RWKV's own kernels. These take x with log decay ``-exp(x)``,
+        for which models compute ``x = -softplus(-raw) - 0.5``: pass ``-exp(x)``, or ``raw`` itself with ``raw_decay``.
     a, b : Tensor [B,T,G,K] or [B,T,H,K]
         In the dtype of r.
     raw_decay : bool
@@ -343,7 +344,8 @@ def _check_options(function: str, row: Variant, flags: tuple[Any, ...], raw: boo
         complaints.add(RangeError, "allow_neg_eigval", "False without beta_logits", "True", "It doubles the sigmoid of beta_logits.")
     if lower_bound is not None and not (row.bounded and raw):
         rule = "None without A_log" if row.bounded else f"None for {row.name}"
-        complaints.add(RangeError, "lower_bound", rule, shortened(lower_bound))
+        remedy = "It bounds the log decay of a raw gate: pass A_log, too; of zeros for lower_bound * sigmoid(x + dt_bias)."
+        complaints.add(RangeError, "lower_bound", rule, shortened(lower_bound), remedy if row.bounded else "Only kda has it.")
     complaints.raise_any()
 
 

@@ -11,15 +11,16 @@ from ..call import private
 from ..call.declaration import Sizes, Wrong
 from .dtypes import state_dtype
 
+REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
-def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
-    """The rule for values of a decay."""
+
+def log_decay(g: Tensor, sizes: Sizes, remedy: str = REMEDY) -> Wrong | None:
+    """The rule for values of a decay. ``remedy``: what the message recommends."""
     g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
     if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates
         return None
     missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())
     found = [f"a largest value of {largest:g}"] * (largest > 0) + [f"{missing} times NaN"] * (missing > 0)
-    remedy = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
     return Wrong("a log decay, natural logarithm, nowhere above 0 or NaN", " and ".join(found), remedy)
 
 

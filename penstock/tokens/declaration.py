@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from ..call.declaration import Argument, Option, Result, Sizes
 from ..call.validation import finite
-from .decays import log_decay
+from .decays import REMEDY, log_decay
 from .dtypes import state_dtype
 
 
@@ -24,11 +25,11 @@ def queries_keys_values(query: str = "") -> tuple[Argument, Argument, Argument]:
     )
 
 
-def decay(axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor], str]) -> Argument:
-    """The log decay g with some of the axes B, T, H and K; none if the signature has no decay."""
+def decay(axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor], str], remedy: str = REMEDY) -> Argument:
+    """The log decay g with some of the axes B, T, H and K; none if the signature has no decay. ``remedy``: for values above 0."""
     return Argument(
-        "g", axes, label=label, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid, derived=derived,
-        absent="" if axes else "this variant has no decay", hint=hint,
+        "g", axes, label=label, nullable=nullable, gradient=True, values=partial(log_decay, remedy=remedy), draw=F.logsigmoid,
+        derived=derived, absent="" if axes else "this variant has no decay", hint=hint,
     )  # fmt: skip
 
 

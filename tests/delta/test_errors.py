@@ -5,6 +5,7 @@ import torch
 from deltas import Delta, named
 
 import penstock as ps
+from penstock.delta.variants import VARIANTS
 
 B, T, H, K, V = 2, 5, 4, 3, 6
 A_LOG, BIAS = torch.zeros(H), torch.zeros(H, K)
@@ -23,11 +24,13 @@ WRONG = [
     ("kda", {"g": torch.ones(B, T, H, K)}, ps.RangeError, "kda: g must be a log decay, natural logarithm, nowhere above 0 or NaN"),
     ("kda", {"g": None}, ps.ShapeError, "kda: g must be given, of shape [B,T,H,K], got None."),
     ("kda", {"v": torch.zeros(B, T, 3, V)}, ps.InvalidArgument, "with H a multiple of the G = 2 heads of q and k"),
-    ("kda", {"dt_bias": BIAS}, ps.ShapeError, "kda: dt_bias must be left out without a raw gate, got [4, 3]."),
+    ("kda", {"dt_bias": BIAS}, ps.ShapeError, "without a raw gate, got [4, 3]. It is added to a raw gate: pass A_log, too."),
     ("kda", {"A_log": A_LOG, "dt_bias": BIAS[0]}, ps.ShapeError, "kda: dt_bias must be of shape [H,K] = [4, 3], got [3]."),
+    ("kda", {"A_log": A_LOG, "dt_bias": BIAS.flatten()}, ps.ShapeError, "got [12]. It has the heads of v: dt_bias.view(H, K) of a flat"),
+    ("kda", {"A_log": A_LOG.view(1, 1, H, 1)}, ps.ShapeError, "got [1, 1, 4, 1]. It has one number per head of v: A_log.flatten()"),
     ("kda", {"A_log": A_LOG, "lower_bound": 0.0}, ps.RangeError, "kda: lower_bound must be finite and below 0, got 0.0."),
     ("kda", {"A_log": A_LOG, "lower_bound": -float("inf")}, ps.RangeError, "kda: lower_bound must be finite and below 0, got -inf."),
-    ("kda", {"lower_bound": -5.0}, ps.RangeError, "kda: lower_bound must be None without A_log, got -5.0."),
+    ("kda", {"lower_bound": -5.0}, ps.RangeError, "kda: lower_bound must be None without A_log, got -5.0. It bounds"),
     ("kda", {"allow_neg_eigval": True}, ps.RangeError, "kda: allow_neg_eigval must be False without beta_logits, got True."),
     ("kda", {"use_qk_l2norm": 1}, ps.DtypeError, "kda: use_qk_l2norm must be True or False, got 1 of type int."),
     ("gated_delta_rule", {"A_log": torch.zeros(2)}, ps.ShapeError, "A_log must be of shape [H] = [4], got [2]."),
@@ -42,6 +45,29 @@ WRONG = [
     ("dplr", {"cu_seqlens": torch.tensor([0, 5])}, ps.InvalidArgument, "dplr: B must be 1 with cu_seqlens, got 2."),
     ("kda", {"initial_state": torch.zeros(1, H, K, V)}, ps.ShapeError, "kda: initial_state must be of shape [N,H,K,V] = [2, 4, 3, 6]"),
 ]  # fmt: skip
+
+
+REMEDIES = {
+    "gated_delta_rule": "Pass log(decay), or a raw gate together with A_log.",
+    "kda": "Pass log(decay), or a raw gate together with A_log.",
+    "rwkv7": "Pass log(decay), which is -exp(x) of the argument x of RWKV's kernels, or a raw gate with raw_decay=True.",
+    "dplr": "Pass log(decay).",
+}
+
+
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_raw_gates_in_place_of_log_decays(variant):
+    """The remedy names the option of this variant, also of updates in place."""
+    case = Delta(variant, B=B, T=T, H=H, G=2, K=K, V=V)
+    remedy = f"got a largest value of 1. {REMEDIES[variant]}"
+    g = case.tensors()["g"]
+    with pytest.raises(ps.RangeError) as caught:
+        getattr(ps, variant)(**good(variant, **{case.row.gate: torch.ones_like(g)}))
+    assert str(caught.value).endswith(remedy)
+    tensors = {name: x for name, x in case.tensors().items() if x is not None and name != "initial_state"}
+    with pytest.raises(ps.RangeError) as caught:
+        ps.advance(variant, **named(case, tensors | {"g": torch.ones_like(g)}, "q", "g"), state=torch.zeros(B, H, K, V))
+    assert str(caught.value).endswith(remedy)
 
 
 @pytest.mark.parametrize(("variant", "changed", "kind", "said"), WRONG, ids=lambda x: str(x)[:40])
