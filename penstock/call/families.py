@@ -86,6 +86,8 @@ class Registered:
 
 
 _known: dict[str, Registered] = {}
+_in_place: dict[tuple[str, str], Callable[..., Tensor]] = {}
+"""Functions that update states in place, by name and variant."""
 
 
 def register(one: Registered) -> Registered:
@@ -97,6 +99,7 @@ def register(one: Registered) -> Registered:
         complaints.add(RangeError, "one", rule, ", ".join(found), f"These are registered: {', '.join(taken)}.")
         complaints.raise_any()
     _known[one.name] = one
+    _in_place.update({(name, variant): function for name, function in one.in_place.items() for variant in one.variants})
     return one
 
 
@@ -116,12 +119,12 @@ def functions() -> dict[str, Registered]:
 
 def in_place(function: str, variant: object) -> Callable[..., Tensor]:
     """A variant's function that updates states in place, by the name that families share. Raises RangeError for other variants."""
-    known = {name: one for one in families() if function in one.in_place for name in one.variants}
-    if not isinstance(variant, str) or variant not in known:
+    if not isinstance(variant, str) or (function, variant) not in _in_place:
         complaints = Complaints(function)
+        known = [name for other, name in _in_place if other == function]
         complaints.add(RangeError, "variant", f"one of {', '.join(known)}", shortened(variant))
         complaints.raise_any()
-    return known[variant].in_place[function]  # type: ignore[index]
+    return _in_place[function, variant]  # type: ignore[index]
 
 
 def variants(drawn: bool = False) -> tuple[str, ...]:
