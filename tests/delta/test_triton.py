@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from contract import check_contract
-from delta_cases import gates, interpreted_cases, interpreted_pooled_cases
-from deltas import KEYS, Delta, PooledDelta
+from delta_cases import gates, interpreted_cases, interpreted_pooled_cases, key_cases
+from deltas import Delta, PooledDelta
 from sampling import every, slow
 
 import penstock as ps
@@ -44,10 +44,7 @@ def test_any_gate_equals_the_oracle(case):
 
 
 CORRELATED = [
-    Delta(variant, B=1, H=1, T=130, K=16, V=8, gate="weak" if VARIANTS[variant].decay else "logsigmoid", key=key, beta=beta)
-    for variant in ("delta_rule", "kda")
-    for key in KEYS
-    for beta in (0.0, 1.0, 2.0)
+    case for variant in ("delta_rule", "kda") for case in key_cases(variant) if case.dtype == torch.float32 and case.beta is not None
 ]
 
 
