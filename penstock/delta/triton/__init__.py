@@ -21,8 +21,8 @@ from ..inputs import prepared
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
 UNVERIFIED = "its kernels with decays per channel have not been verified on a GPU; name it to run them"
-"""The first version of ``penstock_delta_gradients`` had blocks of 32 key channels, and a call with decays per channel made an illegal memory
-access on one NVIDIA H100 (Triton 3.6). Blocks have 64 since, and no GPU has run them."""
+"""With blocks of 32 key channels in ``penstock_delta_gradients``, a call with decays per channel made an illegal memory access on one
+NVIDIA H100 (Triton 3.6). On Hopper blocks have 64 since, and no GPU has run them."""
 LARGEST = 2048
 """Value channels of a head, at most. Larger ones have been tested on no GPU."""
 
