@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ class Registered:
 
 
 _known: dict[str, Registered] = {}
-_in_place: dict[tuple[str, str], Callable[..., Tensor]] = {}
-"""Functions that update states in place, by name and variant."""
+_in_place: dict[tuple[str, str], tuple[Callable[..., Tensor], frozenset[str]]] = {}
+"""Functions that update states in place and the names of their arguments, by name and variant."""
 
 
 def register(one: Registered) -> Registered:
@@ -99,7 +100,9 @@ def register(one: Registered) -> Registered:
         complaints.add(RangeError, "one", rule, ", ".join(found), f"These are registered: {', '.join(taken)}.")
         complaints.raise_any()
     _known[one.name] = one
-    _in_place.update({(name, variant): function for name, function in one.in_place.items() for variant in one.variants})
+    for name, function in one.in_place.items():
+        taken_by = function, frozenset(signature(function).parameters)
+        _in_place.update({(name, variant): taken_by for variant in one.variants})
     return one
 
 
@@ -117,8 +120,11 @@ def functions() -> dict[str, Registered]:
     return found
 
 
-def in_place(function: str, variant: object) -> Callable[..., Tensor]:
-    """A variant's function that updates states in place, by the name that families share. Raises RangeError for other variants."""
+def in_place(function: str, variant: object) -> tuple[Callable[..., Tensor], frozenset[str]]:
+    """A variant's function that updates states in place, by the name that families share, and the names of its arguments.
+
+    Raises RangeError for other variants.
+    """
     if not isinstance(variant, str) or (function, variant) not in _in_place:
         complaints = Complaints(function)
         known = [name for other, name in _in_place if other == function]

@@ -10,6 +10,7 @@ from deltas import FAMILY, NAMES, VARIANTS, Delta, oracle
 import penstock as ps
 from penstock.call.implementation import Implementation, Upstream
 from penstock.delta import chunkwise, inputs
+from penstock.delta.gradients import Gradients
 from penstock.delta.inputs import of_every_head, prepared
 from penstock.delta.operators import DELTA
 
@@ -115,7 +116,7 @@ def test_implementations_get_canonical_problems(raw, monkeypatch):
         assert p.g.dtype == p.beta.dtype == torch.float32
         assert p.q.shape[2] == p.k.shape[2] == p.sizes["G"] == 4
         assert p.groups == 2
-    assert wanted == (False, False, True, *[False] * 5)
+    assert wanted == (False, False, True, *[False] * 8)
     assert forward.seen is backward.seen is seen[2].seen
 
 
@@ -143,3 +144,22 @@ def test_explained():
     assert "raw inputs" not in str(
         ps.explain("kda", **{name: x for name, x in replace(case, raw=False).tensors().items() if x is not None})
     )
+
+
+def test_backward_passes_that_read_raw_inputs(monkeypatch):
+    """They return the gradients of raw inputs themselves."""
+    case = Delta("kda", B=1, T=5, H=2, K=4, V=4, raw=True)
+    problem = DELTA.checked(case.variant, [case.tensors().get(name) for name in DELTA.names], case.options)
+    upstream = Upstream((torch.ones(1, 5, 2, 4), None))
+    wanted = DELTA.gradients(problem, "chunkwise", upstream)
+    by_name = dict(zip([one.name for one in DELTA.arguments if one.gradient], wanted))
+    one = prepared(
+        Implementation(
+            "raw", "for a test", chunkwise.forward, lambda p, upstream: Gradients(*(by_name[name] for name in Gradients._fields))
+        ),
+        raw=lambda p, mode: None,
+    )
+    monkeypatch.setattr(FAMILY, "implementations", (one, *FAMILY.implementations))
+    found = DELTA.gradients(problem, "raw", upstream)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, wanted))
+    assert sum(x is not None for x in found) == 8

@@ -164,3 +164,16 @@ def test_subsets_of_inputs():
     every_one = gradients(names)
     for name in names:
         assert torch.equal(gradients([name])[name], every_one[name]), name
+
+
+@pytest.mark.parametrize("case", [*SMALL.values(), replace(SMALL["kda"], raw=True), replace(SMALL["rwkv7"], raw=True)], ids=str)
+def test_compiled_decode_step_updates_the_pool(case):
+    case = replace(case, T=1, state=False)
+    states = [torch.ones(4, case.H, case.K, case.V) for _ in range(2)]
+    given = named(case, case.tensors(), "q", "g") | {"slots": torch.tensor([3, 1])}
+    compiled = torch.compile(ps.decode_step, fullgraph=True, backend="aot_eager")
+    found, wanted = (f(case.variant, **given, state=s) for f, s in zip((compiled, ps.decode_step), states))
+    assert torch.equal(found, wanted)
+    assert torch.equal(*states)
+    assert states[0][3].ne(1).any()
+    assert states[0][2].eq(1).all()

@@ -103,6 +103,16 @@ class PooledDelta(Pooled, Delta):
     def call(self, tensors: dict[str, Tensor | None], impl: str) -> Tensor:
         return ps.advance(self.variant, **named(self, tensors, "q", "g"), scale=self.scale, impl=impl)
 
+    def more(self, impl: str, exactly: dict[str, Tensor]) -> dict[str, float]:
+        """Twice the error of the formula with rounded operands, of implementations that round them."""
+        bits = FAMILY.named(impl).operands(self.dtype, "advance")
+        if bits is None:
+            return {}
+        double = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in self.tensors().items()}
+        problem = contract.problem_of(self, double)
+        found = {"output": rounded.advance(problem, bits), "state": problem.state}
+        return {name: 2 * float((x - exactly[name]).norm()) for name, x in found.items()}
+
     def exact(self, state: Tensor) -> tuple[Tensor, Tensor]:
         double = {name: None if x is None else x.double() for name, x in self.drawn().items()} | {"initial_state": state.double()}
         given = [double.get(name) if name != "cu_seqlens" else offsets(self) for name in DELTA.names]
