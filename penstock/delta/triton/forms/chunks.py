@@ -132,8 +132,8 @@ def _backward(call: Backward) -> Plan:
         b = call.config("scalar_gradients")
         plan.launch(
             scalar_gradients.penstock_delta_scalar_gradients, call.programs(slots, 1),
-            (*arguments, weights, *states, straddling, dq, dk, dg, "cu_seqlens"),
-            (p.scale, sequences, tokens, H, *call.strides(*arguments), *d_output.stride()), b.warps,
+            ("q", "k", "g", "beta", weights, *states, straddling, dq, dk, dg, "cu_seqlens"),
+            (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride()), b.warps,
             K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision,
         )  # fmt: skip
         return plan

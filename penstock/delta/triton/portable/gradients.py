@@ -26,17 +26,16 @@ from .prepare import channels
 
 @triton.jit
 def gradients_of_states(
-    x, z, states, d_states, values, d_outputs, strength, j, i, live,
-    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, PRECISION: tl.constexpr,
+    x, z, states, d_states, d_outputs, strength, j, i, live,
+    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T, Y S^T, U dS'^T, V dS'^T [C,BJ] and rowsum(S o dS') [BJ], of key channels j."""
-    v, v_t, v_v = values
+    """dO S^T, Y S^T, U dS'^T [C,BJ] and rowsum(S o dS') [BJ], of key channels j."""
     d_output, o_t, o_v = d_outputs
     dq = tl.zeros((C, BJ), tl.float32)
     da = tl.zeros((C, BJ), tl.float32)
     db = tl.zeros((C, BJ), tl.float32)
-    dk = tl.zeros((C, BJ), tl.float32)
     kept = tl.zeros((BJ,), tl.float32)
+    written = where_written(strength, strength)[:, None]
     for first in tl.range(0, V, BV, num_stages=1):
         y = first + tl.arange(0, BV)
         mask = live[:, None] & (y < V)[None, :]
@@ -46,95 +45,98 @@ def gradients_of_states(
         S = tl.load(states + place, mask=inside, other=0.0)
         dS = tl.load(d_states + place, mask=inside, other=0.0)
         kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        Y = (tl.load(z + rows, mask=mask, other=0.0).to(tl.float32) * where_written(strength, strength)[:, None]).to(z.dtype.element_ty)
+        Y = (tl.load(z + rows, mask=mask, other=0.0).to(tl.float32) * written).to(z.dtype.element_ty)
         dq += product(tile(d_output, i, live, o_t, y, o_v, V, BV), tl.trans(S), PRECISION)
         da += product(Y, tl.trans(S), PRECISION)
         db += product(tl.load(x + rows, mask=mask, other=0.0), tl.trans(dS), PRECISION)
-        if STREAMS == 2:
-            dk += product(tile(v, i, live, v_t, y, v_v, V, BV), tl.trans(dS), PRECISION)
-    return dq, da, db, dk, kept
+    return dq, da, db, kept
+
+
+@triton.jit
+def gradient_of_keys(
+    values, d_states, j, i, live,
+    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """V dS'^T [C,BJ], of key channels j."""
+    v, v_t, v_v = values
+    dk = tl.zeros((C, BJ), tl.float32)
+    for first in tl.range(0, V, BV, num_stages=1):
+        y = first + tl.arange(0, BV)
+        inside = (j < K)[:, None] & (y < V)[None, :]
+        dS = tl.load(d_states + j[:, None] * V + y[None, :], mask=inside, other=0.0)
+        dk += product(tile(v, i, live, v_t, y, v_v, V, BV), tl.trans(dS), PRECISION)
+    return dk
 
 
 @triton.jit
 def with_state_factors(
-    dq, da, db, dk, kept, queries, removals, writes, keys, d, triangles, i, live, j, scale,
+    dq, da, db, kept, queries, removals, writes, d, triangles, i, live, j, scale,
     K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
     DG: tl.constexpr,
 ):  # fmt: skip
-    """The state's part of dq, da, db and dk, from the products with states, and that of dg; with one stream db is db - da."""
+    """The state's part of dq, da and db, from the products with states, and that of dg."""
     read = tl.exp2(selected(d, triangles, INCLUSIVE, i, C, PRECISION))
-    rest = tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
     dq *= read * scale
     if AFTER:
         da *= read
     else:
         da *= tl.exp2(selected(d, triangles, EXCLUSIVE, i, C, PRECISION))
-    db *= rest
-    dk *= rest
+    db *= tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
     dg = tl.zeros((C, BJ), tl.float32)
     if DG:
         of_rows = channels(queries, i, live, j, K, BJ) * dq
         of_removals = channels(removals, i, live, j, K, BJ) * da * (-1.0 if STREAMS == 1 else 1.0)
         of_columns = channels(writes, i, live, j, K, BJ) * db
-        if STREAMS == 2:
-            of_columns += channels(keys, i, live, j, K, BJ) * dk
         if AFTER:
             of_rows += of_removals
         else:
             dg += selected(of_removals, triangles, LATER, i, C, PRECISION)
         dg += selected(of_rows, triangles, INCLUSIVE, i, C, PRECISION, TRANSPOSED=True)
         dg += selected(of_columns, triangles, EXCLUSIVE, i, C, PRECISION) + (kept * tl.exp2(tl.sum(d, 0)))[None, :]
-    if STREAMS == 1:
-        db -= da
-    return dq, da, db, dk, dg
+    return dq, da, db, dg
 
 
 @triton.jit
 def add_level(
-    dq, da, db, dk, dg, queries, removals, writes, keys, d, matrices, level, weights, late, at, i, live, j,
+    dq, da, db, dg, queries, removals, writes, d, matrices, level, weights, at, i, live, j,
     K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, LEVELS: tl.constexpr,
     ANCHOR: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, DG: tl.constexpr,
 ):  # fmt: skip
-    """The gradients with those of the pairs of a level; with one stream db is db - da. Sums of dg multiply the same rounded tiles on both sides of an anchor."""
+    """The gradients with those of the pairs of a level, of one stream: ``writes`` and db are b and db, or k and dk.
+
+    If STREAMS is 1, db is db - da, and da is not computed. Sums of dg multiply the same rounded tiles on both sides of an anchor.
+    """
     query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
     mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
+    later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
     Pq = tl.where(mask, tl.load(weights + at), 0.0)
     Pa = tl.where(mask, tl.load(weights + C * C + at), 0.0)
-    later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
     Xq = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
     Xa = (channels(removals, i, later, j, K, BJ) * removal * (-1.0 if STREAMS == 1 else 1.0)).to(OPERAND)
     Xb = (channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND)
+    dXb = product(tl.trans(Pq), Xq, PRECISION) + product(tl.trans(Pa), Xa, PRECISION)
     dXq = product(Pq, Xb, PRECISION)
     dXa = product(Pa, Xb, PRECISION)
-    dXb = product(tl.trans(Pq), Xq, PRECISION) + product(tl.trans(Pa), Xa, PRECISION)
-    of_columns = dXb * Xb.to(tl.float32)
+    dq += dXq * query
     db += dXb * key
     if STREAMS == 1:
         db -= dXa * removal
     else:
-        Pq = tl.where(mask, tl.load(late + at), 0.0)
-        Pa = tl.where(mask, tl.load(late + C * C + at), 0.0)
-        Xk = (channels(keys, i, earlier, j, K, BJ) * key).to(OPERAND)
-        dXq += product(Pq, Xk, PRECISION)
-        dXa += product(Pa, Xk, PRECISION)
-        dXk = product(tl.trans(Pq), Xq, PRECISION) + product(tl.trans(Pa), Xa, PRECISION)
-        of_columns += dXk * Xk.to(tl.float32)
-        dk += dXk * key
-    dq += dXq * query
-    if STREAMS == 2:
         da += dXa * removal
     if DG:
         inclusive, exclusive = matrices
+        of_rows = dXq * Xq.to(tl.float32)
+        of_columns = dXb * Xb.to(tl.float32)
         if ANCHOR:
             of_columns = tl.where(level == LEVELS, -of_columns, of_columns)
-        of_rows = dXq * Xq.to(tl.float32) + of_columns
+        of_rows += of_columns
         of_removals = dXa * Xa.to(tl.float32)
         if AFTER:
             of_rows += of_removals
         else:
             dg += selected(of_removals, exclusive, level, i, C, PRECISION, TRANSPOSED=True)
         dg += selected(of_rows, inclusive, level, i, C, PRECISION, TRANSPOSED=True)
-    return dq, da, db, dk, dg
+    return dq, da, db, dg
 
 
 @triton.jit
@@ -156,7 +158,7 @@ def penstock_delta_gradients(
 
     Reads q, k, a, b, g [B,T,H,K], v, dO [B,T,H,V] and beta [B,T,H] by strides; the gradients of pairs and U (``x``) of
     ``penstock_delta_pairs_bwd``; ``z`` [slots,H,C,V], S and dS' [slots,H,K,V] of the walks. Writes dq, dk, da, db, dg [B,T,H,K]. Program
-    (chunk, head, block of K).
+    (chunk, head, block of K): with two streams the pairs of b, then those of k, because the sums of both need too many registers.
     """
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     NK: tl.constexpr = (K + BJ - 1) // BJ
@@ -177,34 +179,44 @@ def penstock_delta_gradients(
     late += share * (2 * C * C)
     triangles = levels + (LEVELS + ANCHOR) * (C * C)
     strength = strengths(beta + batch * beta_b + row * beta_t + h * beta_h, i, live, beta_t, STREAMS)
-    dQ, dA, dB, dK, kept = gradients_of_states(
-        x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states + share * (K * V), values, d_outputs,
-        strength, j, i, live, K, BJ, V, BV, C, STREAMS, PRECISION,
+    d_chunk_states += share * (K * V)
+    place = ((batch * T + row) * H + h) * K
+    dQ, dA, dB, kept = gradients_of_states(
+        x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states, d_outputs, strength, j, i, live,
+        K, BJ, V, BV, C, PRECISION,
     )  # fmt: skip
     d = decays(g + batch * g_b + row * g_t + h * g_h, i, live, g_t, j, g_k, K, BJ)
-    dQ, dA, dB, dK, dG = with_state_factors(
-        dQ, dA, dB, dK, kept, queries, removals, writes, keys, d, triangles, i, live, j, scale, K, BJ, C, STREAMS, AFTER, PRECISION, DG
+    dQ, dA, dB, dG = with_state_factors(
+        dQ, dA, dB, kept, queries, removals, writes, d, triangles, i, live, j, scale, K, BJ, C, STREAMS, AFTER, PRECISION, DG
     )
     own = tl.load(weights + i * (C + 1)).to(tl.float32)[:, None]
-    Q = channels(queries, i, live, j, K, BJ)
     dQ += own * channels(writes, i, live, j, K, BJ)
-    dB += own * Q
-    if STREAMS == 2:
-        own = tl.load(late + i * (C + 1)).to(tl.float32)[:, None]
-        dQ += own * channels(keys, i, live, j, K, BJ)
-        dK += own * Q
+    dB += own * channels(queries, i, live, j, K, BJ)
+    if STREAMS == 1:
+        dB -= dA
     for level in tl.range(LEVELS + ANCHOR, num_stages=1):
-        dQ, dA, dB, dK, dG = add_level(
-            dQ, dA, dB, dK, dG, queries, removals, writes, keys, d, (levels, levels_before), level, weights, late, at, i, live, j,
+        dQ, dA, dB, dG = add_level(
+            dQ, dA, dB, dG, queries, removals, writes, d, (levels, levels_before), level, weights, at, i, live, j,
             K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
         )  # fmt: skip
-    place = ((batch * T + row) * H + h) * K
-    store_columns(dq + place, H * K, dQ, i, live, j, K)
     if STREAMS == 1:
         store_columns(dk + place, H * K, dB, i, live, j, K)
     else:
+        store_columns(db + place, H * K, dB, i, live, j, K)
+        dK = gradient_of_keys(values, d_chunk_states, j, i, live, K, BJ, V, BV, C, PRECISION)
+        dK *= tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
+        if DG:
+            dG += selected(channels(keys, i, live, j, K, BJ) * dK, triangles, EXCLUSIVE, i, C, PRECISION)
+        own = tl.load(late + i * (C + 1)).to(tl.float32)[:, None]
+        dQ += own * channels(keys, i, live, j, K, BJ)
+        dK += own * channels(queries, i, live, j, K, BJ)
+        for level in tl.range(LEVELS + ANCHOR, num_stages=1):
+            dQ, dA, dK, dG = add_level(
+                dQ, dA, dK, dG, queries, removals, keys, d, (levels, levels_before), level, late, at, i, live, j,
+                K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
+            )  # fmt: skip
         store_columns(dk + place, H * K, dK, i, live, j, K)
         store_columns(da + place, H * K, dA, i, live, j, K)
-        store_columns(db + place, H * K, dB, i, live, j, K)
+    store_columns(dq + place, H * K, dQ, i, live, j, K)
     if DG:
         store_columns(dg + place, H * K, dG, i, live, j, K)

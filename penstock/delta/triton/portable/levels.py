@@ -54,11 +54,13 @@ def halves_of_level(i, live, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHO
     Tiles that are loaded for each level take no registers between levels. Masks that depend on the level keep the loads in the loop.
     """
     second = (i & (C // 2 >> level)) != 0
+    later = live & second
+    earlier = live & ~second
     if ANCHOR:
-        anchored = uniform(level == LEVELS)
-        return live & (second | anchored), live & (~second | anchored)
-    else:
-        return live & second, live & ~second
+        anchored = live & uniform(level == LEVELS)
+        later |= anchored
+        earlier |= anchored
+    return later, earlier
 
 
 @triton.jit

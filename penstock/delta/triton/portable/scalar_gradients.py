@@ -22,15 +22,15 @@ from .prepare import channels
 
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_delta_scalar_gradients(
-    q, k, v, g, beta, weights, x, z, chunk_states, d_chunk_states, d_output, straddling, dq, dk, dg, cu_seqlens, scale, N, T, H,
-    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h,
+    q, k, g, beta, weights, x, z, chunk_states, d_chunk_states, d_output, straddling, dq, dk, dg, cu_seqlens, scale, N, T, H,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h,
     o_b, o_t, o_h, o_v,
     K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = Pq k + scale read o (dO S^T), dk = Pq^T q - (Pa + Pa^T) k - read o (Y S^T) + rest o (U dS'^T), and dg, of every chunk.
 
-    Reads q, k [B,T,H,K], v, dO [B,T,H,V], g and beta [B,T,H] by strides; the gradients of pairs, U (``x``) and ``straddling`` of
+    Reads q, k [B,T,H,K], dO [B,T,H,V], g and beta [B,T,H] by strides; the gradients of pairs, U (``x``) and ``straddling`` of
     ``penstock_delta_pairs_bwd``; ``z`` [slots,H,C,V], S and dS' [slots,H,K,V] of the walks. Writes dq, dk [B,T,H,K] and dg [B,T,H]. Program
     (chunk, head): blocks of BJ key channels one after another.
     """
@@ -42,7 +42,6 @@ def penstock_delta_scalar_gradients(
     at = i[:, None] * C + i[None, :]
     queries = (q + batch * q_b + row * q_t + h * q_h, q_t, q_k)
     keys = (k + batch * k_b + row * k_t + h * k_h, k_t, k_k)
-    values = (v + batch * v_b + row * v_t + h * v_h, v_t, v_v)
     d_outputs = (d_output + batch * o_b + row * o_t + h * o_h, o_t, o_v)
     weights += share * (2 * C * C)
     place = (batch * T + row) * H + h
@@ -53,9 +52,9 @@ def penstock_delta_scalar_gradients(
     of_states = 0.0
     for first in tl.range(0, K, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        dQ, dA, dB, _dK, kept = gradients_of_states(
-            x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states + share * (K * V), values, d_outputs,
-            strength, j, i, live, K, BJ, V, BV, C, 1, PRECISION,
+        dQ, dA, dB, kept = gradients_of_states(
+            x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states + share * (K * V), d_outputs,
+            strength, j, i, live, K, BJ, V, BV, C, PRECISION,
         )  # fmt: skip
         dQ *= read[:, None] * scale
         dA *= read[:, None]
