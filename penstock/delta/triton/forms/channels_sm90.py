@@ -1,4 +1,7 @@
-"""The forward pass with decays per channel on Hopper: ``sm90/forward.py``, one launch for every gate."""
+"""The forward pass with decays per channel on Hopper, for every gate: in one launch, ``sm90/forward.py``, or in two.
+
+The two launches, ``sm90/prepare.py`` and ``sm90/walk.py``, have the same results. They move all tiles through memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ K, VALUES = 128, (64, 128)
 W = 32
 """Key channels that ``prepare`` has in registers at once."""
 REGISTERS = (200, 104, 24, 24)
-"""Of a thread of ``prepare``, ``invert``, ``copy`` and ``load``; ``walk`` has the other 184. With 8 more or less, one of them spills more."""
+"""Of a thread of ``prepare``, ``invert``, ``copy`` and ``load``; ``walk`` has the other 184."""
 AT_LAUNCH = 128
 """Registers of every thread at launch."""
 SHARES = 8
@@ -88,8 +91,33 @@ def _forward(call: Forward) -> Plan:
     return plan
 
 
+def _forward_in_two(call: Forward) -> Plan:
+    from ..sm90 import prepare, walk
+
+    plan, p, H, V, slots = Plan(), call.p, call.H, call.V, call.chunks(C)
+    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
+    final = plan.empty("final_state", sequences, H, K, V)
+    q, k, b = (plan.empty(name, slots, H, C, K, dtype=p.q.dtype) for name in ("q_tiles", "k_tiles", "b_tiles"))
+    a = plan.empty("weights", slots, H, C, C, dtype=p.q.dtype)
+    totals = plan.empty("totals", slots, H, K)
+    first, steps = start(call)
+    shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
+    plan.launch(
+        prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, "beta", totals, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, Tile(C, C, 3)),
+        K=K, PACKED=call.packed, W=W,
+    )  # fmt: skip
+    plan.launch(
+        walk.penstock_kda_walk_sm90, call.programs(sequences, V // C),
+        (k, q, b, a, "v", output, "beta", totals, first or final, output, final, "cu_seqlens"),
+        (sequences, tokens, H, *call.strides("beta"), *steps), 4, (*[Tile(C, K, 3)] * 3, Tile(C, C, 3), *[Tile(C, C)] * 2),
+        K=K, V=V, BV=C, INITIAL=first is not None, FINAL=True, PACKED=call.packed,
+    )  # fmt: skip
+    return plan
+
+
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
-    "kda_fwd_sm90", _forward, absent, refuses,
-    examples=(Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1})),
-)  # fmt: skip
+EXAMPLES = (Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1}))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_fwd_sm90", _forward, absent, refuses, examples=EXAMPLES)
+FORWARD_IN_TWO: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward_in_two, absent, refuses, examples=EXAMPLES)

@@ -2,15 +2,15 @@
 
     S' = total o S + (B^T)^T X      O = A X + q S      X = beta o (V - k S)
 
-``prepare.py`` has the formulas of what a chunk needs besides the state, ``walk.py`` those of the chain of states. SHARE programs are a group,
-which takes one head of a sequence after another. Each prepares every SHARE-th chunk. The first V / 64 also walk over all chunks, with 64
-value channels each. Tiles go through a ring of DEPTH chunks in memory, which stays in the L2 cache, and counts of progress. A program's
-warps are specialized: ``walk`` holds the state, ``load`` is one warp that loads tiles for it, the others are in ``producers.py``.
+``prepare.py`` has the formulas of what a chunk needs besides the state, ``walk.py`` those of the chain of states. SHARE programs are a
+group, which takes one head of a sequence after another. Each prepares every SHARE-th chunk. The first V / 64 also walk over all chunks,
+with 64 value channels each. Tiles go through a ring of DEPTH chunks in memory, which stays in the L2 cache, and counts of progress. A
+program's warps are specialized: ``walk`` holds the state, ``load`` is one warp that loads tiles for it, the others are in ``producers.py``.
 
-The launch must be cooperative, so that all programs run at once, or none; that holds beside other kernels and in graphs. Then nothing can
-deadlock: chunk e of a group waits for inputs, for the walks to take chunk e - DEPTH, and for earlier chunks of the same program; a walk waits
-for chunks in order. So the earliest chunk that is not finished waits for nothing that waits for it. Results do not depend on the order:
-counts decide when a tile is read, not what is in it.
+The launch must be cooperative, so that all programs run at once, or none. That holds beside kernels of other streams and processes and in
+graphs. Then nothing can deadlock: the preparation of chunk e of a group waits for earlier chunks of its program and until the walks took
+chunk e - DEPTH, and a walk waits for chunks in order. So the earliest chunk that is not finished never waits for a later one. Results do
+not depend on the order: counts decide when a tile is read, not what is in it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load(
     totals += group.to(gl.int64) * (2 * DEPTH * K)
     base = group * 0
     for w in range(group, heads, groups):
-        n, h, b, first_row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
+        _, h, b, first_row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
         row = (b * T + first_row).to(gl.int32)
         rates_at = beta + b * b_b + first_row * b_t + h.to(gl.int64) * b_h
         for c in range(chunks):
@@ -170,9 +170,10 @@ def penstock_kda_fwd_sm90(
 ):  # fmt: skip
     """S_t = (I - beta_t k_t^T k_t) exp(g_t) o S_{t-1} + beta_t k_t^T v_t, o_t = scale q_t S_t.
 
-    TMA tiles: q, k [C,W] of tokens [B T,H / R K], g [C,W] of [B T,H K], v and output [C,C] of [B T,H V]; rings of groups in memory: x [groups
-    DEPTH 3 C,K] for k, q and B^T, in parts [C,W] and tiles [C,K], and A [groups DEPTH C,C]. Reads beta [B,T,H] and the initial state [N,H,K,V]
-    by strides. Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [groups,2 DEPTH,K]; counts [groups,SHARE + V / C], 0 at first.
+    TMA tiles: q, k [C,W] of tokens [B T,H / R K], g [C,W] of [B T,H K], v and output [C,C] of [B T,H V]; rings of groups in memory: x
+    [groups DEPTH 3 C,K] for k, q and B^T, in parts [C,W] and tiles [C,K], and A [groups DEPTH C,C]. Reads beta [B,T,H] and the initial
+    state [N,H,K,V] by strides. Writes output [B,T,H,V] and final_state [N,H,K,V]; totals [groups,2 DEPTH,K]; counts [groups,SHARE + V / C],
+    0 at first.
     Program (group, r < SHARE), groups of all that run at once.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)

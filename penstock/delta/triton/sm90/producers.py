@@ -4,8 +4,8 @@
 - ``invert``: factors of groups, ahead of ``prepare``, and after it the inverse, A and B^T.
 - ``copy``, one warp: loads of q, k and g, and stores of the tiles that ``prepare`` writes in their place.
 
-All visit the same chunks of the same heads. ``base`` counts the chunks of earlier heads, and ``seen`` those that this program prepared: they
-number the slots of the ring in memory and the phases of barriers.
+All visit the same chunks of the same heads. ``base`` counts the chunks of earlier heads, and ``seen`` those that this program prepared:
+they number the slots of the ring in memory and the phases of barriers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def copy(
     K: gl.constexpr, NV: gl.constexpr, SHARE: gl.constexpr, DEPTH: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The copies of ``prepare``: inputs, and tiles to the ring when it has room. ``invert`` tells other programs that they are there."""
-    q_s, k_s, g_s = memory
+    q_s, k_s, _ = memory
     loaded, written, stored = bars
     group, groups, r = place
     N, T, H, R = sizes
@@ -66,7 +66,7 @@ def copy(
     base = group * 0
     seen = group * 0
     for w in range(group, N * H, groups):
-        n, h, b, row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
+        _n, h, b, row, _tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
         first, mine = own_chunks(base, r, chunks, SHARE)
         line = (b * T + row).to(gl.int32) + first * C
         columns = (h // R * K, h * K)
@@ -100,7 +100,7 @@ def prepare(
     n_s, N_s, aq_s = pair_s
     loaded, factored, written, made, done = bars
     group, groups, r = place
-    N, T, H, R = sizes
+    N, T, H, _ = sizes
     b_b, b_t, b_h = steps
     PARTS: gl.constexpr = q_s.shape[0]
     W: gl.constexpr = q_s.shape[2]
@@ -113,7 +113,7 @@ def prepare(
     base = group * 0
     seen = group * 0
     for w in range(group, N * H, groups):
-        n, h, b, row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
+        _n, h, b, row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
         first, mine = own_chunks(base, r, chunks, SHARE)
         rates_at = beta + b * b_b + row * b_t + h.to(gl.int64) * b_h
         for j in range(mine):
@@ -132,7 +132,7 @@ def prepare(
                     zero_rows_from(k, left, clean)
                     meet()
                 mbarrier.wait(factored.index(p), phase)
-                factors = factors_of(factors_s, p)
+                factors = factors_of(factors_s, p, phase)
                 rest = rest_s.index(phase * PARTS + p)
                 D_q, D_k, Q, Kt = near_pairs_and_tiles(q, k, g_s.index(p), rest, near_s, far_s, factors, D_q, D_k, W)
                 fence_async_shared()
@@ -162,7 +162,7 @@ def publish_factors(g, part_s, factors_s, factored, loaded, totals, p, phase, le
         meet()
     store_group_sums(g, part_s, W)
     meet()
-    store_factors(part_s, factors_of(factors_s, p), totals + p * W, scale, W)
+    store_factors(part_s, factors_of(factors_s, p, phase), totals + p * W, scale, W)
     meet()
     mbarrier.arrive(factored.index(p), count=1)
 
@@ -176,7 +176,7 @@ def invert(
     n_s, N_s, aq_s = pair_s
     loaded, factored, made, done, stored = bars
     group, groups, r = place
-    N, T, H, R = sizes
+    N, T, H, _ = sizes
     W: gl.constexpr = rest_s.shape[2]
     PARTS: gl.constexpr = K // W
     kind: gl.constexpr = x_tiles.dtype
@@ -187,7 +187,7 @@ def invert(
     base = group * 0
     seen = group * 0
     for w in range(group, N * H, groups):
-        n, h, b, row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
+        _n, _h, _b, _row, tokens, chunks = head_at(w, cu_seqlens, N, T, H, PACKED)
         first, mine = own_chunks(base, r, chunks, SHARE)
         if mine > 0:
             at = totals + (base + first) % (2 * DEPTH) * K
