@@ -24,7 +24,6 @@ from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import added, exchanged
 
 
-
 @gluon.jit
 def store_group_sums(g, part, W: gl.constexpr):
     """Store the sums of a tile of decays [C,W] over the tokens of each group, log2, in ``part`` [GROUPS,W]."""
@@ -35,24 +34,18 @@ def store_group_sums(g, part, W: gl.constexpr):
 
 
 @gluon.jit
-def memory_of_factors(PARTS: gl.constexpr, W: gl.constexpr):
-    """Memory [PARTS,GROUPS,W] for factors of groups: decays before it, for q with scale, and for k; after it; of level 32, rows and columns.
+def memory_of_factors(W: gl.constexpr):
+    """Memory [GROUPS,W] for factors of groups: decays before, for q with scale, and for k; after; of level 32, for rows and for columns.
 
     Each has its own: between stores to one allocation, Triton synchronizes all warps.
     """
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    a = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    b = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    c = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    d = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    e = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    a = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
     return a, b, c, d, e
-
-
-@gluon.jit
-def factors_of(factors_s, p):
-    """The memory [GROUPS,W] of part p."""
-    return factors_s[0].index(p), factors_s[1].index(p), factors_s[2].index(p), factors_s[3].index(p), factors_s[4].index(p)
 
 
 @gluon.jit
@@ -128,8 +121,8 @@ def no_pairs():
 def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: gl.constexpr):
     """Add the products of W channels within groups to the blocks on the diagonal of A_q and A_k, without scale and beta.
 
-    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t; ``rest`` gets k o w_{s+1} ... w_64; ``near_s`` and ``far_s`` get the columns
-    of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32.
+    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t; ``rest`` gets k o w_{s+1} ... w_64; ``near_s`` and ``far_s`` get the
+    columns of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32.
 
     At each level a token has two factors: ``decay`` is that of its half, from the middle or to the middle; ``other`` is the other one.
     """
@@ -194,7 +187,7 @@ def penstock_kda_prepare_sm90(
     """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
-    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
+    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (slot of a chunk, head): all of it.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -206,8 +199,8 @@ def penstock_kda_prepare_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    slot = gl.program_id(1)
-    h = gl.program_id(0)
+    slot = gl.program_id(0) // H
+    h = gl.program_id(0) % H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     b = n.to(gl.int64)
     if PACKED:
@@ -224,7 +217,7 @@ def penstock_kda_prepare_sm90(
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
     part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    factors_s = memory_of_factors(1, W)
+    factors_s = memory_of_factors(W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
     meet()
@@ -247,14 +240,15 @@ def penstock_kda_prepare_sm90(
     D_q, near_q, far_q = no_pairs()
     D_k, near_k, far_k = no_pairs()
     for p in range(PARTS):
-        factors = factors_of(factors_s, 0)
         store_group_sums(g_s.index(p), part_s, W)
         meet()
-        store_factors(part_s, factors, totals + place * K + p * W, scale, W)
+        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
         meet()
-        D_q, D_k, Q, Kt = near_pairs_and_tiles(q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors, D_q, D_k, W)
+        D_q, D_k, Q, Kt = near_pairs_and_tiles(
+            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, D_q, D_k, W
+        )
         meet()
-        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors[3], near_q, near_k, far_q, far_k, kind, W)
+        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors_s[3], near_q, near_k, far_q, far_k, kind, W)
     of_q = (D_q, near_q, far_q)
     of_k = (D_k, near_k, far_k)
     fence_async_shared()
