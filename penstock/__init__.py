@@ -1,16 +1,20 @@
 """Penstock: recurrent language model kernels, fast, exact and easy everywhere.
 
-One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6. See ``functional`` for the functions,
-``variants`` for their table, ``errors`` for the exceptions.
+One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6 (``recurrence``), another one DeltaNet, gated DeltaNet, KDA,
+RWKV-7 and DPLR (``delta``). See ``functional`` of each for the functions, ``variants`` for their table, ``errors`` for the exceptions.
 """
 
 from . import before_torch, distributed  # noqa: F401  # before_torch first: it makes settings that torch reads when it is imported
 from .call.validation import checks
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
 from .explain import explain, implementations
-from .recurrence.functional import Result, advance, decode_step, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
+from .in_place import advance, decode_step
+from .recurrence.functional import gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
 from .recurrence.slices import Summary, summary
 from .softmax import softmax_attention
+
+from .delta.functional import delta_rule, dplr, gated_delta_rule, kda, rwkv7  # isort: skip  # families are registered in this order
+from .tokens.results import Result
 
 __version__ = "0.1.0"
 
@@ -27,14 +31,19 @@ __all__ = [
     "advance",
     "checks",
     "decode_step",
+    "delta_rule",
     "distributed",
+    "dplr",
     "explain",
+    "gated_delta_rule",
     "gla",
     "implementations",
+    "kda",
     "linear_attention",
     "retention",
     "rwkv5",
     "rwkv6",
+    "rwkv7",
     "simple_gla",
     "softmax_attention",
     "summary",

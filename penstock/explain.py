@@ -13,9 +13,13 @@ from .call.dispatch import Available, Explanation
 from .call.families import Registered, functions
 from .call.operator import explain as explained
 from .errors import Complaints, RangeError, shortened
+from .in_place import advance, decode_step
 
 if TYPE_CHECKING:
     from .models.explain import Mode, ModelExplanation
+
+IN_PLACE: dict[str, Callable[..., Any]] = {"advance": advance, "decode_step": decode_step}
+"""The public functions of all families that update states in place."""
 
 
 @overload
@@ -26,7 +30,7 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
     """Which implementation a call runs, and why the others do not run it. Of a model: what each of its layers runs.
 
     function : str or nn.Module
-        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ... Or a model, a layer or a mixer.
+        The name of a public function: gla, rwkv6, kda, decode_step, softmax_attention, ... Or a model, a layer or a mixer.
     *args, **kwargs :
         The arguments of that function, which are validated as in a call. With ``impl=``, whether that one takes it. For a model
         ``tokens=`` and ``mode="training"``, "prompt" or "decode", see below.
@@ -57,7 +61,8 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
         from .models import explain as models
 
         return models.explain(function, *args, **kwargs)
-    found = _family("explain", function, " or a model, a layer or a mixer").functions[function]
+    family = _family("explain", function, " or a model, a layer or a mixer")
+    found = IN_PLACE[function] if function in family.in_place else family.functions[function]
     _check_keywords(found, kwargs)
     return explained(found, *args, **kwargs)
 
@@ -66,9 +71,10 @@ def implementations(function: str = "gla") -> tuple[Available, ...]:
     """The implementations of a public function in the order of ``impl="auto"``, and whether each can run here.
 
     function : str
-        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ...
+        The name of a public function: gla, rwkv6, kda, decode_step, softmax_attention, ...
 
-    All variants of the recurrence have the same implementations; ``softmax_attention`` has its own. Of those that can run here,
+    All variants of a family have the same implementations. Those of ``advance`` and ``decode_step`` are the recurrence's; for a variant of
+    another family, name its function. Of those that can run here,
     ``forms`` are the names of their kernels, or fixed groups of kernels, of all passes.
 
     >>> [one.name for one in implementations() if one.reason is None][-1]

@@ -14,8 +14,8 @@ from summaries import Summarized
 import penstock as ps
 from penstock.call.families import trials
 from penstock.call.implementation import Upstream
-from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens import chunks
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LENGTHS = (0, 5, 64, 0, 1, 81, 0)
@@ -207,7 +207,7 @@ def test_lazy_pools_are_refused(impl, kind):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_of_chunks_equal_the_oracle(variant, options, elements, monkeypatch):
     """``chunkwise`` cuts long sequences into blocks; with smaller blocks, short ones too."""
-    monkeypatch.setattr(chunkwise, "BLOCK", elements)
+    monkeypatch.setattr(chunks, "BLOCK", elements)
     for dtype in (FLOAT32, FLOAT64):
         check_contract(replace(Case(variant, dtype=dtype), **options), "chunkwise")
 

@@ -50,14 +50,19 @@ def test_public_names():
         "advance",
         "checks",
         "decode_step",
+        "delta_rule",
         "distributed",
+        "dplr",
         "explain",
+        "gated_delta_rule",
         "gla",
         "implementations",
+        "kda",
         "linear_attention",
         "retention",
         "rwkv5",
         "rwkv6",
+        "rwkv7",
         "simple_gla",
         "softmax_attention",
         "summary",
@@ -68,6 +73,10 @@ def test_public_names():
 
 
 OVER_SEQUENCES = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, reverse=False, context=None, impl='auto'"
+KEYS = "use_qk_l2norm=False, beta_logits=False, allow_neg_eigval=False"
+OF_DELTA = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, impl='auto'"
+RAW = "A_log=None, dt_bias=None, raw_decay=False, lower_bound=None"
+IN_PLACE = f"beta=None, a=None, b=None, {RAW}, {KEYS}, scale=None, impl='auto'"
 SIGNATURES = {
     "linear_attention": f"q, k, v, *, feature_map=None, normalize=False, {OVER_SEQUENCES}",
     "retention": f"q, k, v, *, g=None, {OVER_SEQUENCES}",
@@ -75,8 +84,13 @@ SIGNATURES = {
     "gla": f"q, k, v, g, *, {OVER_SEQUENCES}",
     "rwkv5": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
     "rwkv6": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
-    "decode_step": "variant, q, k, v, g=None, u=None, *, state, slots=None, scale=None, impl='auto'",
-    "advance": "variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, scale=None, impl='auto'",
+    "delta_rule": f"q, k, v, beta, *, {KEYS}, {OF_DELTA}",
+    "gated_delta_rule": f"q, k, v, g, beta, *, A_log=None, dt_bias=None, {KEYS}, {OF_DELTA}",
+    "kda": f"q, k, v, g, beta, *, A_log=None, dt_bias=None, lower_bound=None, {KEYS}, {OF_DELTA}",
+    "rwkv7": f"r, w, k, v, a, b, *, raw_decay=False, {OF_DELTA}",
+    "dplr": f"q, k, v, a, b, g, *, {OF_DELTA}",
+    "decode_step": f"variant, q, k, v, g=None, u=None, *, state, slots=None, {IN_PLACE}",
+    "advance": f"variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, {IN_PLACE}",
     "softmax_attention": "q, k, v, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_k=None, window=None, "
     "return_lse=False, impl='auto'",
     "summary": "variant, k, v, g=None, *, initial_state=None, scale=1.0, reverse=False, adjoint=False, impl='auto'",

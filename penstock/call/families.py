@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 from .declaration import Signature
 from .derivatives import Tensors
 from .dispatch import Family
@@ -36,6 +36,8 @@ class Trial:
     """Sizes of real models, for implementations that refuse other ones."""
     budget: Mapping[torch.dtype, float] | None = None
     """Allowed error by dtype of the inputs; None if sums are float32, or float64 for float64 inputs, and results are rounded once."""
+    omitted: tuple[str, ...] = ()
+    """Arguments that are left out: some exclude each other."""
     rounded: Callable[[int], Sequence[Callable[[Any], Tensors]]] | None = None
     """For implementations that round operands of products to a number of bits: the operator in float64 with such operands, in several
     draws of the rounding. An operator in place returns its output and updates the written argument."""
@@ -57,6 +59,9 @@ class Registered:
     """One for each operator. The first operator has a signature for every variant, by the name of its public function."""
     oracle: str
     """What the oracle is, in a few words."""
+    in_place: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    """Functions that update states in place, by names that families share. ``penstock.in_place`` calls that of a variant's family. Each
+    takes the variant's name, q, k, v and g, and by name what else its variants have."""
     draw: Callable[[str, Mapping[str, int], torch.Generator, str], dict[str, Tensor]] | None = None
     """Float64 arguments of a variant by name, with the distributions of real models, for benchmarks: from its name, sizes by axis, a
     generator and the name of a distribution of decays, or ""."""
@@ -98,8 +103,22 @@ def families() -> tuple[Registered, ...]:
 
 
 def functions() -> dict[str, Registered]:
-    """The family of each public function, by the function's name."""
-    return {name: one for one in families() for name in one.functions}
+    """The family of each public function, by the function's name. Of names that families share, the first family."""
+    found: dict[str, Registered] = {}
+    for one in families():
+        for name in (*one.functions, *one.in_place):
+            found.setdefault(name, one)
+    return found
+
+
+def in_place(function: str, variant: object) -> Callable[..., Tensor]:
+    """A variant's function that updates states in place, by the name that families share. Raises RangeError for other variants."""
+    known = {name: one for one in families() if function in one.in_place for name in one.variants}
+    if not isinstance(variant, str) or variant not in known:
+        complaints = Complaints(function)
+        complaints.add(RangeError, "variant", f"one of {', '.join(known)}", shortened(variant))
+        complaints.raise_any()
+    return known[variant].in_place[function]  # type: ignore[index]
 
 
 def variants(drawn: bool = False) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..documentation import described as described_by
 from ..errors import Complaints, DtypeError, ShapeError, described
-from ..recurrence.functional import Result, rwkv5, rwkv6
+from ..recurrence.functional import rwkv5, rwkv6
+from ..tokens.results import Result
 
 CHANNELS = "Tensor [B,T,H*n]\nIn one dtype."
 RAW = "Raw, as checkpoints store it and models compute it: the decay is ``exp(-exp(time_decay))``, in float32."

@@ -38,32 +38,8 @@ unless asked for. Gradients flow from both to every floating-point input.
 Raises ``ShapeError``, ``DtypeError``, ``DeviceError`` or ``RangeError`` (all ``InvalidArgument``), which list every broken rule, and
 ``ImplementationRefused`` where a named implementation cannot take the call. Values (decays, offsets) are checked on a CPU, elsewhere inside
 ``penstock.checks()``. Under autocast {q}, k and v are cast to its dtype, as for a matrix product; decays, u and states are not."""
-DECAYS = """\
-g : Tensor, optional
-    Log decay, natural logarithm, at most 0: [H] for retention (default RetNet's), {tokens},H] for simple_gla, {tokens},H,K] for gla and
-    rwkv6, [H,K] for rwkv5.
-u : Tensor [H,K], optional
-    Bonus, for rwkv5 and rwkv6."""
-SLOTS = """\
-slots : int32 or int64 Tensor [N], optional
-    The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes. Default: sequence n is row
-    n, and the pool has N rows."""
-LAST = """\
-scale : float, optional
-    Multiplies the output. Default: ``K ** -0.5``; 1 for rwkv5 and rwkv6.
-impl : str
-    "auto", or a name from ``penstock.implementations()``, which then runs or raises."""
-VARIANT = """\
-variant : str
-    linear_attention, retention, simple_gla, gla, rwkv5 or rwkv6: the formula is that of this function, begun at each sequence's row of the
-    pool."""
 
 
 def over_sequences(query: str, scale: str) -> Callable[[Function], Function]:
     """Complete the docstring of a function over sequences."""
     return filled(inputs=INPUTS.format(q=query), options=OPTIONS.format(q=query, scale=scale))
-
-
-def in_place(tokens: str) -> Callable[[Function], Function]:
-    """Complete the docstring of a function that updates a pool. ``tokens`` are the first axes of decays."""
-    return filled(variant=VARIANT, decays=DECAYS.format(tokens=tokens), slots=SLOTS, last=LAST)

@@ -1,32 +1,23 @@
 """One public function per variant: formula, shapes, source. All of them call one operator with a row of the table.
 
-``documentation`` completes the docstrings: see ``help(gla)``.
+``documentation`` completes the docstrings: see ``help(gla)``. ``advance`` and ``decode_step`` are called by those of ``penstock.in_place``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ..errors import Complaints, ShapeError
 from ..tokens.context import ContextParallel
 from ..tokens.decays import retnet_decay
 from ..tokens.feature_maps import FeatureMap, featured, needs_float32, normalized
-from ..tokens.pools import STEP_TOKENS
+from ..tokens.pools import one_token
+from ..tokens.results import Result
 from . import documentation
 from .operators import ADVANCE, RECURRENCE
 from .slices import over_ranks
 from .variants import VARIANTS, check_variant
-
-
-class Result(NamedTuple):
-    """The result of the functions over sequences."""
-
-    output: Tensor
-    """[B,T,H,V], v's dtype"""
-    final_state: Tensor | None
-    """[N,H,K,V], float32 (float64 for float64 inputs); None unless asked for"""
 
 
 @documentation.over_sequences("q", "``K ** -0.5``")
@@ -255,7 +246,6 @@ def rwkv6(
     return _run("rwkv6", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
-@documentation.in_place("[N,T")
 def decode_step(
     variant: str,
     q: Tensor,
@@ -269,48 +259,14 @@ def decode_step(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """One token, or a few, for each of N sequences whose states are rows of a pool; the pool is updated **in place**.
-
-    <variant>
-    q, k : Tensor [N,G,K] or [N,T,G,K]
-        One token per sequence, or T <= 16. Without the axis T, decays have none either. RWKV's r is q. float16, bfloat16, float32 or
-        float64, any strides. G is H or a divisor of it.
-    v : Tensor [N,H,V] or [N,T,H,V]
-        In q's dtype.
-    <decays>
-    state : Tensor [slots,H,K,V]
-        The pool, any floating dtype and strides. Arithmetic is float32 (float64 for float64 q).
-    <slots>
-    <last>
-
-    Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises ``InvalidArgument`` with every broken rule, or ``ImplementationRefused``;
-    then the pool is unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
-
-    >>> import torch
-    >>> state = torch.zeros(4, 2, 8, 8)
-    >>> q, k, v = (torch.randn(3, 2, 8) for _ in range(3))
-    >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
-    torch.Size([3, 2, 8])
-    """
+    """``penstock.decode_step`` of this family's variants."""
     check_variant("decode_step", variant)
-    one = isinstance(q, Tensor) and q.dim() == 3
-    if one:
-        q = q.unsqueeze(1)
-        if isinstance(k, Tensor) and k.dim() == 3:
-            k = k.unsqueeze(1)
-        if isinstance(v, Tensor) and v.dim() == 3:
-            v = v.unsqueeze(1)
-        if isinstance(g, Tensor) and g.dim() and "T" in VARIANTS[variant].decay:
-            g = g.unsqueeze(1)
-    elif isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
-        complaints = Complaints(f"decode_step({variant!r})")
-        complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
-        complaints.raise_any()
+    timed = (True, True, True, "T" in VARIANTS[variant].decay)
+    one, (q, k, v, g) = one_token(f"decode_step({variant!r})", (q, k, v, g), timed)  # type: ignore[assignment]
     output = _advance("decode_step", variant, q, k, v, g, u, state, slots, None, scale, impl)
     return output.squeeze(1) if one else output
 
 
-@documentation.in_place("[1 or N,T")
 def advance(
     variant: str,
     q: Tensor,
@@ -325,40 +281,7 @@ def advance(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Advance sequences of any lengths, such as decode steps and parts of prompts, from rows of a pool that is updated **in place**.
-
-    The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are processed in pieces of 64 from
-    the beginning of the row, the rest token by token. So if a sequence is cut at multiples of 64 tokens, its outputs and states are
-    bitwise equal wherever it is cut and whatever the other rows are. (Exception: without ``cu_seqlens``, ``impl="chunkwise"`` and
-    ``"parallel"`` multiply rows of one length together; the bits are then those of torch's products.)
-
-    <variant>
-    q, k : Tensor [1,T,G,K] with ``cu_seqlens``, else [N,T,G,K]
-        RWKV's r is q. float16, bfloat16, float32 or float64, any strides. G is H or a divisor of it.
-    v : Tensor [1,T,H,V] or [N,T,H,V]
-        In q's dtype.
-    <decays>
-    state : Tensor [P,H,K,V]
-        The pool, any floating dtype and strides. Its rows must not overlap, nor share memory with other tensors. Arithmetic is float32
-        (float64 for float64 q).
-        On a GPU, pieces of 64 tokens are computed as by ``triton_chunkwise``. The state is rounded to the pool's dtype after each piece
-        and after each token of the rest.
-    <slots>
-    cu_seqlens : int32 or int64 Tensor [N+1], optional
-        Packed sequences: sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; it may be empty.
-    <last>
-
-    Returns the output, in v's shape and dtype. Raises ``InvalidArgument`` with every broken rule, or ``ImplementationRefused``; then the
-    pool is unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never
-    waits for the device, and the call can be captured in a CUDA graph.
-
-    >>> import torch
-    >>> pool = torch.zeros(4, 2, 8, 8)
-    >>> q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
-    >>> ends, slots = torch.tensor([0, 1, 2, 9]), torch.tensor([3, 0, 1])  # two decode rows, a prompt of 7 tokens
-    >>> advance("linear_attention", q, k, v, state=pool, slots=slots, cu_seqlens=ends).shape
-    torch.Size([1, 9, 2, 8])
-    """
+    """``penstock.advance`` of this family's variants."""
     check_variant("advance", variant)
     return _advance("advance", variant, q, k, v, g, u, state, slots, cu_seqlens, scale, impl)
 

@@ -67,13 +67,14 @@ register(
     Registered(
         "recurrence",
         FAMILY,
-        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step")} | {"summary": slices.summary},
+        {name: getattr(functional, name) for name in VARIANTS} | {"summary": slices.summary},
         (
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
             Trial(SUMMARY, SIZES, (None, False, False), rounded=_rounded_summary),
         ),
         "token loop",
+        {"advance": functional.advance, "decode_step": functional.decode_step},
         _draw,
         functional.decode_step,
         _tables,

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call.implementation import Implementation
+from ..tokens.chunks import beyond, through
 from ..tokens.dtypes import state_dtype
 from ..tokens.pieces import CHUNK
-from .chunkwise import beyond, through
 from .declaration import Summary
 
 BLOCK = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -34,3 +34,21 @@ def own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes:
 
 SLOTS = Argument("slots", "N", INDICES, required=False, values=rows)
 POOL = Argument("state", "P H K V", written=True, hint="A state has the heads of v.")
+
+
+def one_token(function: str, tensors: Sequence[Tensor | None], timed: Sequence[bool]) -> tuple[bool, list[Tensor | None]]:
+    """Whether q of a decode step has no axis of tokens, and its tensors (q, k, v and others) with one.
+
+    ``timed``: whether each tensor has the axis in the declaration. Raises if a sequence has more than ``STEP_TOKENS`` tokens.
+    """
+    q, found = tensors[0], list(tensors)
+    if not isinstance(q, Tensor) or q.dim() != 3:
+        if isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
+            complaints = Complaints(function)
+            complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
+            complaints.raise_any()
+        return False, found
+    for place, (x, some) in enumerate(zip(tensors, timed)):
+        if some and isinstance(x, Tensor) and (x.dim() == 3 if place < 3 else x.dim() > 0):
+            found[place] = x.unsqueeze(1)
+    return True, found

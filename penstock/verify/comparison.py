@@ -44,7 +44,7 @@ class Comparison:
     def _draw(self, one: Argument, random: torch.Generator) -> Tensor | None:
         if one.name in self.trial.indices:
             return torch.tensor(self.trial.indices[one.name], device=self.device)
-        if one.absent or not torch.is_floating_point(torch.empty(0, dtype=one.dtypes[0])):
+        if one.absent or one.name in self.trial.omitted or not torch.is_floating_point(torch.empty(0, dtype=one.dtypes[0])):
             return None
         shape = [self.trial.sizes[axis] for axis, _ in one.letters]
         x = torch.randn(shape, dtype=torch.float64, generator=random)

@@ -70,11 +70,9 @@ class Inputs:
 
     @cached_property
     def _call(self) -> Callable[..., Any]:
-        """The public function with these tensors. One that it may derive is given by name."""
-        derived = {one.name: one.public for one in self.signature.arguments if one.derived}
-        given = [x for name, x in self.tensors.items() if name not in derived]
-        named = {derived[name]: x for name, x in self.tensors.items() if name in derived}
-        return partial(self.family.functions[self.variant], *given, **named)
+        """The public function with these tensors, by name."""
+        public = {one.name: one.public for one in self.signature.arguments}
+        return partial(self.family.functions[self.variant], **{public[name]: x for name, x in self.tensors.items()})
 
     def run(self, impl: str) -> Tensor:
         """Call the variant's public function; return its output."""

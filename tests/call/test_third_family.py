@@ -184,7 +184,7 @@ def test_tools_know_it():
     assert ps.explain("gated_sum", x, g).forward == "by_hand"
     assert [one.name for one in ps.implementations("gated_sum")] == ["by_hand", "loop", "reference"]
     assert "gated_sum" in families.variants()
-    with pytest.raises(ps.RangeError, match="softmax_attention, gated_sum or a model, a layer or a mixer, got 'gated_product'"):
+    with pytest.raises(ps.RangeError, match="dplr, gated_sum or a model, a layer or a mixer, got 'gated_product'"):
         ps.explain("gated_product", x, g)
 
 

@@ -5,6 +5,7 @@ import torch
 from cases import NAMES, Case, draw
 
 import penstock as ps
+from penstock.call.families import variants
 from penstock.recurrence.variants import VARIANTS
 
 N, H, K, V, ROWS = 3, 2, 4, 6, 5
@@ -122,7 +123,7 @@ def test_token_arguments():
 
 @pytest.mark.parametrize("variant", ["delta_net", None, ["gla"]], ids=str)
 def test_unknown_variants(variant):
-    said = "decode_step: variant must be one of linear_attention, retention, simple_gla, gla, rwkv5, rwkv6, got"
+    said = f"decode_step: variant must be one of {', '.join(variants(drawn=True))}, got"
     rejected(ps.RangeError, good("gla"), said, repr(variant), variant=variant)
     with pytest.raises(ps.RangeError, match="explain: function must be one of"):
         ps.explain(variant)

@@ -144,7 +144,7 @@ def _registered(monkeypatch):
     """Known to tools in these tests only."""
     monkeypatch.setattr(families, "_known", families._known.copy())
     functions = {row.name: delta_rule for row in ROWS} | {"delta_rule_in_place": advance}
-    families.register(Registered("delta", FAMILY, functions, TRIALS, "token loop", draw, step))
+    families.register(Registered("delta in a test", FAMILY, functions, TRIALS, "token loop", draw=draw, step=step))
 
 
 def inputs(T=9, B=1, G=2, by_channel=True, dtype=torch.float64):

@@ -1,0 +1,23 @@
+"""Gradients of the inputs of a canonical problem."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Gradients(NamedTuple):
+    """What ``backward`` of an implementation returns, with the shapes and dtypes of the inputs; None if an input is missing or needs none.
+
+    Those of q, k, a and b may be per head of v where groups share heads. Those of raw inputs follow from these (``inputs.py``).
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    g: Tensor | None
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    initial_state: Tensor | None
