@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 import attention
+import delta_cases
+import deltas
 import pytest
 import torch
 from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
@@ -151,9 +153,17 @@ HELD = [
     *((case, impl) for case in attention.CASES for impl in attention.IMPLEMENTATIONS if impl != "triton"),
     *((case, "triton") for case in attention.SMALL_CASES),
 ]
+HELD += [
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.cases(variant) for impl in deltas.NAMES),
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.long_cases(variant) for impl in LONG if impl in deltas.NAMES),
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.sampled_cases(variant) for impl in deltas.TRITON),
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.pooled_cases(variant) for impl in deltas.NAMES),
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.interpreted_pooled_cases(variant) for impl in deltas.TRITON),
+]
 HELD_TOO = [
     *((case, impl) for variant in VARIANTS for case in interpreted_cases(variant) for impl in TRITON),
     *((case, "triton") for case in attention.CASES),
+    *((case, impl) for variant in deltas.VARIANTS for case in delta_cases.interpreted_cases(variant) for impl in deltas.TRITON),
 ]
 """Sweeps that take the interpreter minutes."""
 SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pair not in HELD]
@@ -183,6 +193,10 @@ SMALL = [
     Pooled("rwkv6", H=2, K=4, V=3, lengths=(1, 4), slots=(5, 2)),
     attention.Attention(B=1, Tq=5, Tk=5, D=4),
     Summarized("rwkv6", B=1, T=5, H=2, K=4, V=3, adjoint=True),
+    deltas.Delta("kda", B=1, T=5, H=2, K=4, V=3),
+    deltas.Delta("gated_delta_rule", B=1, T=5, H=2, K=4, V=3, raw=True),
+    deltas.Delta("rwkv7", B=1, T=5, H=2, K=4, V=3),
+    deltas.PooledDelta("kda", H=2, K=4, V=3, lengths=(1, 4), slots=(5, 2)),
 ]
 """One small call or two of every operator."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..call.dispatch import Family
 from ..call.operator import Operator
-from . import chunkwise, reference
+from . import chunkwise, reference, triton
 from .declaration import ADVANCE_OPTIONS, OPTIONS, RESULTS, Advance, Delta, in_place, over_sequences
 from .variants import VARIANTS
 
-FAMILY = Family(chunkwise.IMPLEMENTATION, reference.IMPLEMENTATION)
+FAMILY = Family(triton.RECURRENT, triton.CHUNKWISE, chunkwise.IMPLEMENTATION, reference.IMPLEMENTATION)
 DELTA = Operator("delta", Delta, [over_sequences(row) for row in VARIANTS.values()], RESULTS, FAMILY, OPTIONS, chunkwise.forward)
 Advance.sequences = DELTA
 ADVANCE = Operator(

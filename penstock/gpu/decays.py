@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E
+from .tiles import LOG2E, tile
 
 FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of clamped decays are finite
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
@@ -50,3 +50,9 @@ def decayed(S, g, DECAY: tl.constexpr):
     f = by_row(change(g), DECAY)
     kept = S.to(tl.int32, bitcast=True) & (f.to(tl.int32, bitcast=True) >> 31)
     return kept.to(tl.float32, bitcast=True) + S * f
+
+
+@triton.jit
+def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
+    """A tile of log decays in log2 units, 0 outside the mask: [len(i), BJ]."""
+    return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)

@@ -160,3 +160,45 @@ def after_loads(x, CUDA: tl.constexpr):
     if CUDA:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
     return x
+
+
+@triton.jit
+def sums_of_rows(chosen, x, start=0.0):
+    """``start`` plus the sums of the rows of x that the rows of ``chosen`` [C,C], bfloat16 of 0 and 1, select, on tensor cores.
+
+    x is multiplied in two parts of 8 bits: the error is 2^-17 per term.
+    """
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
+    s = tl.dot(chosen, high.to(tl.bfloat16), tl.zeros_like(x) + start)
+    return tl.dot(chosen, (x - high).to(tl.bfloat16), s)
+
+
+@triton.jit
+def apart(i, L):
+    """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
+    middle = i & -L
+    return ((i & L) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - L)
+
+
+@triton.jit
+def sequence_with_pieces(rank, cu_seqlens, N, PIECE: tl.constexpr, BLOCK: tl.constexpr = 256):
+    """The sequence of this rank among those of at least PIECE tokens, in their order; N if there are fewer."""
+    found = rank * 0 + N
+    before = rank * 0
+    i = tl.arange(0, BLOCK)
+    for first in tl.range(0, N, BLOCK):
+        begin = tl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
+        end = tl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
+        long = (end - begin >= PIECE).to(tl.int32)
+        wanted = (long == 1) & (before + tl.cumsum(long, 0) == rank + 1)
+        found += tl.sum(tl.where(wanted, first + i - N, 0), 0)
+        before += tl.sum(long, 0)
+    return found
+
+
+@triton.jit
+def rounded(S, pool):
+    """S rounded to the dtype of the pool, if that has 16 bits. Not to float64."""
+    if pool.dtype.element_ty.primitive_bitwidth < 32:
+        S = S.to(pool.dtype.element_ty).to(tl.float32)
+    return S

@@ -13,6 +13,7 @@ import penstock as ps
 from penstock.recurrence import chunkwise, reference
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens import chunks
 
 FLOAT64 = torch.float64
 TAKE_FLOAT64 = [name for name in NAMES if name != "cpu"]
@@ -53,7 +54,7 @@ def test_first_and_second_derivatives(case, impl):
 @pytest.fixture
 def chunkwise_forward(monkeypatch):
     """``chunkwise.forward`` as a function of the tensors of a case, in blocks of one chunk, and these tensors."""
-    monkeypatch.setattr(chunkwise, "BLOCK", 1)
+    monkeypatch.setattr(chunks, "BLOCK", 1)
 
     def of(case):
         tensors = {name: x for name, x in draw(case).items() if x is not None}

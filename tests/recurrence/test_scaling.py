@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.call.implementation import Upstream
 from penstock.recurrence import chunkwise, reference
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens import chunks
 
 LAYOUTS = {
     "plain": lambda T: {"T": T, "state": False},
@@ -74,7 +75,7 @@ def test_work_of_the_backward_pass_is_linear(variant, backward, layout):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_of_the_backward_pass(variant, layout, dtype, monkeypatch):
     """Without a lower limit for the size of blocks, 4096 tokens are a long sequence."""
-    monkeypatch.setattr(chunkwise, "BLOCK", 1)
+    monkeypatch.setattr(chunks, "BLOCK", 1)
     check_memory(Case(variant, B=1, H=1, K=64, V=64, dtype=dtype), **LAYOUTS[layout](1 << 12))
 
 

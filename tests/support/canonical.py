@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from cases import Case, draw
+from cases import Case
 from pools import pool_of
 from torch import Tensor
 
@@ -18,17 +18,21 @@ Tensors = dict[str, Tensor | None]
 
 def part_of(case: Case, tensors: Tensors, begin: int, end: int) -> Tensors:
     """The arguments for a span of the tokens, by name."""
-    constant = {"u"} if "T" in case.row.decay else {"u", "g"}
-    return {name: x if x is None or name in constant else x[:, begin:end] for name, x in tensors.items() if name != "initial_state"}
+    timed = of_tokens(case)
+    return {name: x[:, begin:end] if name in timed else x for name, x in tensors.items() if name != "initial_state" and x is not None}
+
+
+def of_tokens(case: Case) -> set[str]:
+    """The arguments that have the axis of tokens."""
+    return {name for name, axes in case.operator.signatures[case.function].axes.items() if "T" in axes}
 
 
 def joined(case: Case, parts: list[Tensors], axis: int) -> Tensors:
     """Parts one after another, on the axis of tokens, or as rows of a batch."""
-    shared = {"u"} if "T" in case.row.decay else {"u", "g"}
-    first = parts[0]
+    timed, first = of_tokens(case), parts[0]
     if len(parts) == 1:
         return first
-    return {name: x if x is None or name in shared else torch.cat([one[name] for one in parts], axis) for name, x in first.items()}
+    return {name: torch.cat([one[name] for one in parts], axis) if name in timed else x for name, x in first.items()}
 
 
 def packed(case: Case, *parts: Tensors) -> Tensors:
@@ -59,7 +63,7 @@ class Sequences:
         return list(pairwise(ends))
 
     def tensors(self) -> Tensors:
-        return {name: None if x is None else x.to(self.device) for name, x in draw(self.case).items()}
+        return {name: None if x is None else x.to(self.device) for name, x in self.case.drawn().items()}
 
     def states(self) -> Tensor:
         """One row a sequence, one for other tokens, and one that is not used."""

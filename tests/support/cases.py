@@ -86,7 +86,11 @@ class Case:
 
     def tensors(self, device: str = "cpu") -> dict[str, Tensor | None]:
         """By the declared names of the arguments."""
-        return {name: None if x is None else x.to(device) for name, x in (draw(self) | {"cu_seqlens": offsets(self)}).items()}
+        return {name: None if x is None else x.to(device) for name, x in (self.drawn() | {"cu_seqlens": offsets(self)}).items()}
+
+    def drawn(self) -> dict[str, Tensor | None]:
+        """The floating-point ones."""
+        return draw(self)
 
     def upstream(self, device: str = "cpu") -> tuple[Tensor, ...]:
         return tuple(d.to(device) for d in upstream(self))

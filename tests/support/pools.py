@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import contract
 import torch
-from cases import Case, Wanted, check_against, draw, offsets
+from cases import Case, Wanted, check_against, offsets
 from torch import Tensor
 
 import penstock as ps
@@ -57,13 +57,17 @@ class Pooled(Case):
         return (self.scale,)
 
     def tensors(self, device: str = "cpu") -> dict[str, Tensor | None]:
-        drawn = {name: x for name, x in draw(self).items() if name != "initial_state"}
+        drawn = {name: x for name, x in self.drawn().items() if name != "initial_state"}
         slots = None if self.slots is None else torch.tensor(self.slots, dtype=torch.int64)
         if self.strided and slots is not None:
             slots = slots.repeat_interleave(2)[::2]
         pool, _ = pool_of(self.rows, self, self.pool, self.layout)
         tensors = drawn | {"cu_seqlens": offsets(self), "slots": slots, "state": pool}
         return {name: None if x is None else x.to(device) for name, x in tensors.items()}
+
+    def exact(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and states of the oracle begun at ``state``, one row a sequence."""
+        return exact(self, self.drawn(), state)
 
     def call(self, tensors: dict[str, Tensor | None], impl: str) -> Tensor:
         return ps.advance(self.variant, **tensors, scale=self.scale, impl=impl)
@@ -73,7 +77,7 @@ class Pooled(Case):
         tensors = self.tensors()
         pool, N = tensors["state"], self.sizes["N"]
         slots = torch.arange(N) if tensors["slots"] is None else tensors["slots"]
-        output, states = exact(self, draw(self), pool[slots.clamp(min=0)])
+        output, states = self.exact(pool[slots.clamp(min=0)])
         skipped = slots < 0
         of_token = skipped.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64)) if self.lengths is not None else None
         output[(slice(None), of_token) if of_token is not None else skipped] = 0

@@ -16,8 +16,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ...gpu import decays
-from ...gpu.plan import Plan, Size, Sizes, chunks
+from ...gpu.plan import Plan, Sizes, chunks
 from ...gpu.target import Target, power, precision
+from ...tokens.gpu_calls import TokenCall
 from ..declaration import Advance, Recurrence, Tokens
 from .portable.levels import levels
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
@@ -32,25 +33,15 @@ FEW = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Call(TokenCall):
     """A problem on a GPU, with the sizes and choices that all its launches share."""
 
     p: Tokens
-    target: Target
-    B: int
-    """B, T and N are rounded up to powers of two; only choices depend on them."""
-    T: int
-    N: int
-    H: int
-    K: int
-    V: int
     gate: tuple[int, ...]
     """Strides of the decay, expanded to [B,T,H,K]."""
     decay: int
     static: bool
     previous: bool
-    packed: bool
-    precision: str
     half: bool
     """Whether states are sums of products in float16: for decays per channel in float16 on Hopper."""
     configs: dict[str, KernelConfig] = field(repr=False)
@@ -70,11 +61,6 @@ class Call:
     def parts(self) -> tuple[int, ...]:
         """PART of each launch of a chunk kernel. With decays per channel the second launch has the code for strong decays."""
         return (1, 2) if self.decay == CHANNEL else (0,)
-
-    @property
-    def cuda(self) -> bool:
-        """Whether kernels are compiled for a GPU of NVIDIA."""
-        return self.target.arch.startswith("sm_")
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -121,14 +107,6 @@ class Call:
         while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.programs_per_sm * self.target.multiprocessors:
             b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
         return b
-
-    def chunks(self, L: Size) -> Callable[[Sizes], int]:
-        """An upper bound of the number of chunks (or segments) of L tokens in all sequences."""
-        return lambda s: chunks(s["T"], L(s) if callable(L) else L, s["N"], self.packed)
-
-    def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
-        """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
-        return lambda s: (count(s) if callable(count) else count) * self.H * each
 
     def segment(self, C: int, each: int, programs_per_sm: int, least: int = 2) -> Callable[[Sizes], int] | None:
         """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
@@ -222,18 +200,3 @@ def shared(p: Tokens, target: Target) -> dict[str, Any]:
         "static": bool(axes) and "T" not in axes, "previous": p.variant.read == "previous", "packed": p.cu_seqlens is not None,
         "precision": precision(p.q.dtype, target), "half": half, "configs": {},
     }  # fmt: skip
-
-
-def tokens(s: Sizes) -> int:
-    """T, as a size of a plan."""
-    return s["T"]
-
-
-def sequences(s: Sizes) -> int:
-    """N, as a size of a plan."""
-    return s["N"]
-
-
-def batch(s: Sizes) -> int:
-    """B, as a size of a plan."""
-    return s["B"]

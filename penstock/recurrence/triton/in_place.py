@@ -21,9 +21,10 @@ from ...gpu.forms import first
 from ...gpu.hopper import tiled
 from ...gpu.plan import Plan
 from ...gpu.target import Target
+from ...tokens.gpu_calls import batch, tokens
 from ...tokens.pieces import CHUNK
 from ..declaration import Advance
-from .calls import InPlace, batch, tokens
+from .calls import InPlace
 from .forms.lists import PIECES, TOKENS_IN_PLACE
 
 

@@ -18,7 +18,8 @@ import torch
 from ...gpu.forms import Form
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous
 from ...gpu.target import power
-from .calls import Call, sequences, tokens
+from ...tokens.gpu_calls import sequences, tokens
+from .calls import Call
 from .portable import segments
 
 State = tuple[str, tuple[int, ...]]

@@ -16,10 +16,11 @@ from ...gpu.forms import first
 from ...gpu.plan import Plan, strides
 from ...gpu.target import Target
 from ...tokens.empty import nothing
+from ...tokens.gpu_calls import batch
 from .. import summary
 from ..declaration import Summary
 from . import wide
-from .calls import Backward, Call, batch
+from .calls import Backward, Call
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD
 from .forms.sm90 import C
 from .forms.states import BESIDE_HOPPER

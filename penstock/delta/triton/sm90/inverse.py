@@ -22,28 +22,35 @@ def diagonal_layout():
 
 
 @gluon.jit
-def inverted_blocks(N, n_s, d_s):
+def store_blocks(N, n_s):
+    """Store the blocks N [GROUPS,ROWS,ROWS] on the diagonal in ``n_s`` [ROWS ROWS,GROUPS], float32."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    reinterpret(n_s, gl.float32, [ROWS, ROWS, GROUPS], plain).permute((2, 0, 1)).store(N)
+
+
+@gluon.jit
+def inverted_blocks(n_s, d_s):
     """The inverses [GROUPS,ROWS,ROWS] of I - N for the blocks N on the diagonal, by forward substitution, rounded to float16.
 
-    A thread has a column. ``n_s``: memory of [ROWS ROWS,GROUPS], float32; ``d_s``: of [ROWS,GROUPS ROWS], float16.
+    A thread has a column. ``n_s``: see ``store_blocks``; ``d_s``: memory of [ROWS,GROUPS ROWS], float16.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     block: gl.constexpr = gl.SliceLayout(1, columns)
-    reinterpret(n_s, gl.float32, [ROWS, ROWS, GROUPS], plain).permute((2, 0, 1)).store(N)
-    meet()
     j = gl.arange(0, ROWS, gl.SliceLayout(0, columns))[None, :]
-    rows = reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], plain)
     t = (gl.where(j == 0, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns)),)
-    rows.index(0).store(t[0].to(gl.float16))
     for r in gl.static_range(1, 16):
         x = gl.where(j == r, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns))
         for i in gl.static_range(r):
             x += n_s.index(ROWS * r + i).load(block)[:, None] * t[i]
         t = t + (x,)
-        rows.index(r).store(x.to(gl.float16))
+    a = gl.join(gl.join(gl.join(t[0], t[8]), gl.join(t[4], t[12])), gl.join(gl.join(t[2], t[10]), gl.join(t[6], t[14])))
+    b = gl.join(gl.join(gl.join(t[1], t[9]), gl.join(t[5], t[13])), gl.join(gl.join(t[3], t[11]), gl.join(t[7], t[15])))
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 3, 4, 5, 1)), [GROUPS, ROWS, ROWS])  # one store: Triton synchronizes warps between two
+    rows.permute((1, 0, 2)).store(x.to(gl.float16))
     meet()
-    return reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], plain).permute((1, 0, 2)).load(gl.SliceLayout(2, diagonal_layout()))
+    return rows.permute((1, 0, 2)).load(gl.SliceLayout(2, diagonal_layout()))
 
 
 @gluon.jit
@@ -69,12 +76,10 @@ def merged(T, t_s, n_s, between, mma: gl.constexpr):
 
 
 @gluon.jit
-def store_inverse(D, N, t_s, n_s, mma: gl.constexpr):
-    """Store T in ``t_s``, float16 [C,C]. D: the inverses of the blocks on the diagonal; N [C,C]."""
+def merge_twice(T, t_s, n_s, mma: gl.constexpr):
+    """Store the inverse in ``t_s``, float16 [C,C], from T [C,C], the inverses of the blocks on the diagonal. ``n_s``: N, float16 [C,C]."""
     group = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] // ROWS
     other = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :] // ROWS
-    n_s.store(N.to(gl.float16))
-    T = on_diagonal(D, mma)
     t_s.store(T)
     fence_async_shared()
     meet()

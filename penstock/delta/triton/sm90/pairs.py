@@ -30,15 +30,22 @@ def added(D, a, b, split, inner: gl.constexpr):
 
 
 @gluon.jit
+def times_where(x, y, condition):
+    """x y where the condition, an integer, is not 0, else x: one predicated instruction."""
+    asm: gl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.f32 $0, $1; @p mul.f32 $0, $1, $2; }"
+    return gl.inline_asm_elementwise(asm, "=&f,f,f,r", [x, y, condition], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def widened(through, remaining, total, n: gl.constexpr, layout: gl.constexpr):
     """From blocks of 2^n tokens to blocks of 2^(n+1): products of decays up to each token, after each token, and of the block; n < 3."""
-    second = ((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None] == 1
+    second = gl.broadcast(((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None], through)[0]
     other = of_partner(total, n)
-    through = gl.where(second, through * other, through)
+    through = times_where(through, other, second)
     if n == 0:
-        remaining = gl.where(second, remaining, other)
+        remaining = gl.where(second == 1, remaining, other)
     else:
-        remaining = gl.where(second, remaining, remaining * other)
+        remaining = times_where(remaining, other, second ^ 1)
     return through, remaining, total * other
 
 

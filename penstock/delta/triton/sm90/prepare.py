@@ -19,43 +19,68 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, span_of
-from .inverse import inverted_blocks, store_inverse
+from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, spread
 from .pairs import added, widened, widened_to_groups
 
-FACTORS = gl.constexpr(4)  # of groups: decays before it and after it, and those of level 32 for rows and for columns
 
 
 @gluon.jit
-def store_factors(part, factors_s, first, totals, W: gl.constexpr, across: gl.constexpr):
-    """From log2 decays of groups ``part`` [GROUPS,W]: the factors of each group in memory, and the decays of the chunk at ``totals``."""
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
-    before = gl.zeros([GROUPS, W], gl.float32, across)
-    after = gl.zeros([GROUPS, W], gl.float32, across)
-    rows = gl.zeros([GROUPS, W], gl.float32, across)
-    columns = gl.zeros([GROUPS, W], gl.float32, across)
-    whole = gl.zeros([1, W], gl.float32, across)
-    for n in gl.static_range(GROUPS):
-        one = part.slice(n, 1).load(across)
-        whole += one
-        before += gl.where(group > n, one, 0.0)
-        after += gl.where(group < n, one, 0.0)
-        if n == 1:
-            columns += gl.where(group == 0, one, 0.0)
-        if n == 2:
-            rows += gl.where(group == 3, one, 0.0)
-    factors_s.index(first).store(exp2(before))
-    factors_s.index(first + 1).store(exp2(after))
-    factors_s.index(first + 2).store(exp2(rows))
-    factors_s.index(first + 3).store(exp2(columns))
-    gl.store(totals + gl.arange(0, W, gl.SliceLayout(0, across))[None, :], exp2(whole))
-
-
-@gluon.jit
-def group_sums(g, W: gl.constexpr):
-    """The sums of a tile of decays [C,W] in shared memory over the tokens of each group, log2: [GROUPS,W]."""
+def store_group_sums(g, part, W: gl.constexpr):
+    """Store the sums of a tile of decays [C,W] over the tokens of each group, log2, in ``part`` [GROUPS,W]."""
     layout: gl.constexpr = gl.BlockedLayout([16, W // 32], [1, 32], [4, 1], [1, 0])
-    return gl.sum(gl.reshape(g.load(layout).to(gl.float32), [GROUPS, ROWS, W]), 1) * LOG2E
+    across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
+    x = gl.sum(gl.reshape(g.load(layout).to(gl.float32), [GROUPS, ROWS, W]), 1) * LOG2E
+    part.store(gl.convert_layout(x, across, assert_trivial=True))
+
+
+@gluon.jit
+def memory_of_factors(W: gl.constexpr):
+    """Memory [GROUPS,W] for factors of groups: decays before it, for q with scale, and for k; after it; of level 32 for rows and for columns.
+
+    Each has its own: between stores to one allocation, Triton synchronizes all warps.
+    """
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    a = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    return a, b, c, d, e
+
+
+@gluon.jit
+def store_factors(part, factors_s, totals, scale, W: gl.constexpr):
+    """From log2 decays of groups ``part`` [GROUPS,W]: the factors of each group in memory, and the decays of the chunk at ``totals``."""
+    across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    channel = gl.arange(0, W, gl.SliceLayout(0, across))[None, :]
+    zero = gl.zeros([GROUPS, W], gl.float32, across)
+    one_0 = part.slice(0, 1).load(across) + zero
+    one_1 = part.slice(1, 1).load(across) + zero
+    one_2 = part.slice(2, 1).load(across) + zero
+    one_3 = part.slice(3, 1).load(across) + zero
+    before = gl.where(group > 0, one_0, 0.0) + gl.where(group > 1, one_1, 0.0) + gl.where(group > 2, one_2, 0.0)
+    after = gl.where(group < 3, one_3, 0.0) + gl.where(group < 2, one_2, 0.0) + gl.where(group < 1, one_1, 0.0)
+    decay = exp2(before)
+    factors_s[0].store(decay * scale)
+    factors_s[1].store(decay)
+    factors_s[2].store(exp2(after))
+    factors_s[3].store(exp2(gl.where(group == 3, one_2, 0.0)))
+    factors_s[4].store(exp2(gl.where(group == 0, one_1, 0.0)))
+    gl.store(totals + channel + zero.to(gl.int32), exp2(one_0 + one_1 + one_2 + one_3), mask=group == 0)
+
+
+@gluon.jit
+def near(x, columns, acc, paired: gl.constexpr):
+    """acc plus the products of the rows x [C,W] of odd groups with the rows of the groups before them in ``columns``: [2,32,ROWS].
+
+    ``columns`` [2,32,W]. The rows of even groups have no meaning.
+    """
+    W: gl.constexpr = x.shape[1]
+    y = columns.slice(0, ROWS, 1).permute((0, 2, 1)).load(gl.DotOperandLayout(1, paired, 2))
+    x = gl.reshape(x, [2, 2 * ROWS, W])
+    return mma_v2(gl.convert_layout(x, gl.DotOperandLayout(0, paired, 2), assert_trivial=True), y, acc)
 
 
 @gluon.jit
@@ -66,25 +91,40 @@ def far(x, columns, first: gl.constexpr, count: gl.constexpr, acc, mma: gl.const
 
 
 @gluon.jit
-def assembled(D, near_0, near_2, far_01, narrow: gl.constexpr, mma: gl.constexpr):
-    """A [C,C] from blocks on the diagonal D, level 16 (columns of groups 0 and 2) and level 32 (columns of groups 0 and 1)."""
+def assembled(blocks, narrow: gl.constexpr, mma: gl.constexpr):
+    """A [C,C] from blocks on the diagonal, of level 16 and of level 32 (columns of groups 0 and 1)."""
+    D, beside, far_01 = blocks
     D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
+    beside = gl.convert_layout(gl.reshape(beside, [C, ROWS]), narrow, assert_trivial=True)
     far_0, far_1 = gl.split(gl.permute(gl.reshape(far_01, [C, 2, ROWS]), (0, 2, 1)))
     far_0 = gl.convert_layout(far_0, narrow, assert_trivial=True)
     far_1 = gl.convert_layout(far_1, narrow, assert_trivial=True)
     group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
-    A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0))
+    A_0 = gl.where(group == 0, D, gl.where(group == 1, beside, far_0))
     A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0))
-    A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0))
+    A_2 = gl.where(group == 2, D, gl.where(group > 2, beside, 0.0))
     A_3 = gl.where(group == 3, D, 0.0)
     A = gl.join(gl.join(A_0, A_2), gl.join(A_1, A_3))  # [C,ROWS, bit 1 of the group, bit 0]
     return gl.convert_layout(gl.reshape(gl.permute(A, (0, 2, 3, 1)), [C, C]), mma, assert_trivial=True)
 
 
 @gluon.jit
-def pairs_and_tiles(q_s, k_s, g_s, rest_s, near_s, far_s, factors_s, scale, W: gl.constexpr, PARTS: gl.constexpr):
-    """A_q and A_k in blocks, without scale and beta; q, k o w_1 ... w_t replace q and k, and ``rest_s`` gets k o w_{s+1} ... w_64."""
-    kind: gl.constexpr = q_s.dtype
+def no_pairs():
+    """Zeros for the blocks of a pair matrix: on the diagonal, of level 16 and of level 32."""
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    D = gl.zeros([GROUPS, ROWS, ROWS], gl.float32, inner)
+    return D, gl.zeros([2, 2 * ROWS, ROWS], gl.float32, paired), gl.zeros([C, 2 * ROWS], gl.float32, narrow)
+
+
+@gluon.jit
+def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W: gl.constexpr):
+    """Add the products of W channels to the blocks of A_q and A_k, without scale and beta.
+
+    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t, and ``rest`` gets k o w_{s+1} ... w_64.
+    """
+    kind: gl.constexpr = q.dtype
     layout: gl.constexpr = by_token(W)
     grouped: gl.constexpr = by_group(W)
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -92,58 +132,48 @@ def pairs_and_tiles(q_s, k_s, g_s, rest_s, near_s, far_s, factors_s, scale, W: g
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    D_q = gl.zeros([GROUPS, ROWS, ROWS], gl.float32, inner)
-    D_k = D_q
-    near_q0 = gl.zeros([C, ROWS], gl.float32, narrow)
-    near_q2 = near_q0
-    near_k0 = near_q0
-    near_k2 = near_q0
-    far_q = gl.zeros([C, 2 * ROWS], gl.float32, narrow)
-    far_k = far_q
-    for p in range(PARTS):
-        Q = q_s.index(p).load(layout)
-        Kt = k_s.index(p).load(layout)
-        through = exp2(g_s.index(p).load(layout).to(gl.float32) * LOG2E)
-        total = through
-        remaining = gl.full([C, W], 1.0, gl.float32, layout)
-        Qf = Q.to(gl.float32)
-        Kf = Kt.to(gl.float32)
-        D_q = added(D_q, Q, Kt, a == b, inner)
-        for n in gl.static_range(4):
-            second = ((i >> n) & 1)[:, None] == 1
-            X_q = (Qf * through).to(kind)
-            if n == 0:
-                X_k = gl.where(second, (Kf * through).to(kind), Kt)
-            else:
-                X_k = (Kf * gl.where(second, through, remaining)).to(kind)
-            split = ((a ^ b) >> n == 1) & (a > b)
-            D_q = added(D_q, X_q, X_k, split, inner)
-            D_k = added(D_k, X_k, X_k, split, inner)
-            if n < 3:
-                through, remaining, total = widened(through, remaining, total, n, layout)
-            else:
-                through, remaining = widened_to_groups(through, remaining, total, layout)
-        first = FACTORS * p
-        Qf *= through
-        through = Kf * through
-        remaining = Kf * remaining
-        near_s.store(remaining.to(kind))
-        far_s.store((remaining * spread(factors_s.index(first + 3), W, layout, grouped)).to(kind))
-        rest_s.index(p).store((remaining * spread(factors_s.index(first + 1), W, layout, grouped)).to(gl.float16))
-        before = spread(factors_s.index(first), W, layout, grouped)
-        q_s.index(p).store((Qf * (before * scale)).to(kind))
-        k_s.index(p).store((through * before).to(kind))
-        meet()
-        X_q = Qf.to(kind)
-        X_k = through.to(kind)
-        near_q0 = far(X_q, near_s, 0, ROWS, near_q0, narrow)
-        near_k0 = far(X_k, near_s, 0, ROWS, near_k0, narrow)
-        near_q2 = far(X_q, near_s, 2 * ROWS, ROWS, near_q2, narrow)
-        near_k2 = far(X_k, near_s, 2 * ROWS, ROWS, near_k2, narrow)
-        rows = spread(factors_s.index(first + 2), W, layout, grouped)
-        far_q = far((Qf * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
-        far_k = far((through * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
-    return (D_q, near_q0, near_q2, far_q), (D_k, near_k0, near_k2, far_k)
+    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    D_q, near_q, far_q = of_q
+    D_k, near_k, far_k = of_k
+    Q = q.load(layout)
+    Kt = k.load(layout)
+    through = exp2(g.load(layout).to(gl.float32) * LOG2E)
+    total = through
+    remaining = gl.full([C, W], 1.0, gl.float32, layout)
+    Qf = Q.to(gl.float32)
+    Kf = Kt.to(gl.float32)
+    D_q = added(D_q, Q, Kt, a == b, inner)
+    for n in gl.static_range(4):
+        second = ((i >> n) & 1)[:, None] == 1
+        X_q = (Qf * through).to(kind)
+        if n == 0:
+            X_k = gl.where(second, (Kf * through).to(kind), Kt)
+        else:
+            X_k = (Kf * gl.where(second, through, remaining)).to(kind)
+        split = ((a ^ b) >> n == 1) & (a > b)
+        D_q = added(D_q, X_q, X_k, split, inner)
+        D_k = added(D_k, X_k, X_k, split, inner)
+        if n < 3:
+            through, remaining, total = widened(through, remaining, total, n, layout)
+        else:
+            through, remaining = widened_to_groups(through, remaining, total, layout)
+    Qf *= through
+    Kt = Kf * through
+    remaining = Kf * remaining
+    near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
+    far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
+    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(gl.float16))
+    q.store((Qf * spread(factors_s[0], W, layout, grouped)).to(kind))
+    k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
+    meet()
+    X_q = Qf.to(kind)
+    X_k = Kt.to(kind)
+    near_q = near(X_q, near_s, near_q, paired)
+    near_k = near(X_k, near_s, near_k, paired)
+    rows = spread(factors_s[3], W, layout, grouped)
+    far_q = far((Qf * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
+    far_k = far((Kt * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
+    return (D_q, near_q, far_q), (D_k, near_k, far_k)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R"])
@@ -159,7 +189,6 @@ def penstock_kda_prepare_sm90(
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
     kind: gl.constexpr = q_tiles.dtype
-    across: gl.constexpr = gl.SliceLayout(1, by_group(W))
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -182,10 +211,10 @@ def penstock_kda_prepare_sm90(
     k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
     g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
     rest_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, W], q_tiles.layout)
-    near_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
+    near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
-    part_s = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    factors_s = gl.allocate_shared_memory(gl.float32, [PARTS * FACTORS, GROUPS, W], plain2)
+    part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    factors_s = memory_of_factors(W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
     meet()
@@ -205,12 +234,14 @@ def penstock_kda_prepare_sm90(
             zero_rows_from(q_s.index(p), left, clean)
             zero_rows_from(k_s.index(p), left, clean)
             zero_rows_from(g_s.index(p), left, clean)
-        part_s.index(p).store(gl.convert_layout(group_sums(g_s.index(p), W), across))
-    meet()
-    for p in gl.static_range(PARTS):
-        store_factors(part_s.index(p), factors_s, FACTORS * p, totals + place * K + p * W, W, across)
-    meet()
-    of_q, of_k = pairs_and_tiles(q_s, k_s, g_s, rest_s, near_s, far_s, factors_s, scale, W, PARTS)
+    of_q = no_pairs()
+    of_k = no_pairs()
+    for p in range(PARTS):
+        store_group_sums(g_s.index(p), part_s, W)
+        meet()
+        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
+        meet()
+        of_q, of_k = pairs_and_tiles(q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, of_q, of_k, W)
     fence_async_shared()
     meet()
     to = (place * C).to(gl.int32)
@@ -222,11 +253,13 @@ def penstock_kda_prepare_sm90(
     d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-    A = assembled(of_k[0], of_k[1], of_k[2], of_k[3], narrow, mma) * -rates[:, None]
+    A = assembled(of_k, narrow, mma) * -rates[:, None]
     own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
-    D = inverted_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s, d_s)
-    store_inverse(D, A, t_s, N_s, mma)
-    A = (assembled(of_q[0], of_q[1], of_q[2], of_q[3], narrow, mma) * scale).to(gl.float16)
+    N_s.store(A.to(gl.float16))
+    store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
+    meet()
+    merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
+    A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
     A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
     a_s = reinterpret(N_s, kind, [C, C], half)

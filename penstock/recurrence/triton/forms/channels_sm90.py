@@ -13,7 +13,8 @@ import torch
 from ....call.implementation import Example
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size
-from ..calls import Backward, Call, Forward, batch, sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import Backward, Call, Forward
 from ..heads import MEDIUM, SMALL
 from ..portable import blocks, values
 from ..states import Segments, before_chunks, segments_before_chunks

@@ -7,7 +7,8 @@ import torch
 from ....call.implementation import Example
 from ....gpu.plan import Plan, chunks, strides
 from ....gpu.target import Target, power
-from ..calls import CHANNEL, Backward, Call, batch, sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import CHANNEL, Backward, Call
 from ..heads import GROUPED
 from ..portable import group_backward
 from ..states import before_chunks, segments_before_chunks

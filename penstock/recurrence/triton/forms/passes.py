@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ....gpu.forms import Form, Part, first
 from ....gpu.plan import Plan, Size, Sizes, strides
-from ..calls import Backward, Call, Forward, batch, sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import Backward, Call, Forward
 from ..states import Segments, State, StatesForm, Terms, before_chunks, before_segments
 
 

@@ -10,10 +10,11 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import absent
-from ....gpu.plan import Plan, Sizes, strides
+from ....gpu.plan import Plan, strides
 from ....gpu.target import power
+from ....tokens.gpu_calls import sequences, tokens
 from ...levels import lengths
-from ..calls import Call, InPlace, sequences, tokens
+from ..calls import InPlace
 from ..portable import chunk_forward
 from ..table import LEAST
 from . import channels_sm90, chunks, sm90
@@ -22,15 +23,10 @@ PiecesForm = Form[InPlace, Callable[[Plan, InPlace, str, int], bool]]
 """Adds the launch for pieces of a number of tokens. Returns whether it lets the next launch begin early."""
 
 
-def _sequences(call: Call, piece: int) -> Callable[[Sizes], int]:
-    """The most sequences with a piece."""
-    return lambda s: min(s["N"], s["T"] // piece) if call.packed else s["N"] * (s["T"] >= piece)
-
-
 def _sm90(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
     state, slots = call.p.state, "slots" if call.p.slots is not None else "q"
     channels_sm90.launch_forward(
-        plan, call, _sequences(call, piece), 0, output, "state", "q", "state", state.stride(), slots, False, SEGMENTS=False, INITIAL=True,
+        plan, call, call.with_piece(piece), 0, output, "state", "q", "state", state.stride(), slots, False, SEGMENTS=False, INITIAL=True,
         FINAL=True, EVERY=0, PIECE=piece, ROWS_GIVEN=call.p.slots is not None, NARROW=state.element_size() < 4, EARLY=False,
     )  # fmt: skip
     return sm90.blocks(call.p) == 1
@@ -41,7 +37,7 @@ def _plain(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
     p, b, state = call.p, call.config("forward"), call.p.state.stride()
     C, slots = min(b.C, piece), p.slots is not None
     plan.launch(
-        chunk_forward.penstock_chunk_fwd, call.programs(_sequences(call, piece), math.ceil(call.V / b.BV)),
+        chunk_forward.penstock_chunk_fwd, call.programs(call.with_piece(piece), math.ceil(call.V / b.BV)),
         ("q", "k", "v", "g", "u", call.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", "slots" if slots else "q"),
         (p.scale, sequences, tokens, 0, call.H, *strides(p.q, p.k, p.v), *call.gate, *call.bonus, *state), b.warps, fused=False,
         **call.flags, SEGMENTS=False, INITIAL=True, FINAL=True, EVERY=0, PIECE=piece, PREVIOUS=call.previous, BK=power(call.K, LEAST),

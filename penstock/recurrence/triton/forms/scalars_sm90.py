@@ -9,7 +9,8 @@ import torch
 from ....call.implementation import Example
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
-from ..calls import CHANNEL, NONE, Backward, Call, Forward, sequences, tokens
+from ....tokens.gpu_calls import sequences, tokens
+from ..calls import CHANNEL, NONE, Backward, Call, Forward
 from ..heads import MEDIUM, SMALL
 from . import sm90, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, states_form

@@ -12,7 +12,8 @@ from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size, Sizes
-from ..calls import Call, sequences, tokens
+from ....tokens.gpu_calls import sequences, tokens
+from ..calls import Call
 from ..heads import MEDIUM, SMALL
 from ..portable import segments
 from ..states import StatesForm, Terms

@@ -11,7 +11,8 @@ from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size, Sizes, contiguous, strides
 from ....gpu.target import power
-from ..calls import Backward, InPlace, Whole, batch, sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import Backward, InPlace, Whole
 from ..portable import recurrent, recurrent_backward
 from .passes import BackwardForm
 

@@ -13,7 +13,8 @@ import torch
 from ....call.implementation import Example
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size, Sizes
-from ..calls import Backward, Call, Forward, batch, sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import Backward, Call, Forward
 from ..heads import LARGE
 from ..states import Segments, State, before_segments
 from . import channels_sm90, sm90, states

@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....gpu.decays import CHANNEL, NONE, SCALAR
-from ....gpu.tiles import LOG2E, product, slot_of, tile, tokens_of
-from .tiles import SUITS, constant_decay, decays, factors, ones, rounded, scalar_sums, selected, sequence_with_pieces, weights_by_levels
+from ....gpu.decays import CHANNEL, NONE, SCALAR, decays
+from ....gpu.tiles import LOG2E, product, rounded, sequence_with_pieces, slot_of, tile, tokens_of
+from .tiles import SUITS, constant_decay, factors, ones, scalar_sums, selected, weights_by_levels
 
 
 @triton.jit

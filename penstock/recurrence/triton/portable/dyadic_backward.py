@@ -19,9 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....gpu.tiles import product, tile
+from ....gpu.decays import decays
+from ....gpu.tiles import apart, product, tile
 from .segments import chunk_state
-from .tiles import apart, decays, halves, selected, weights_by_levels
+from .tiles import halves, selected, weights_by_levels
 
 
 @triton.jit

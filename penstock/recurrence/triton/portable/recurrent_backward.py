@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, NONE, SCALAR, decayed, exp
+from ....gpu.pending import add, apply_or_pend, log_decay, nothing_pending
 from ....gpu.tiles import tokens_of
-from .recurrent import add, advance, apply_or_pend, log_decay, nothing_pending
+from .recurrent import advance
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ....gpu.decays import CHANNEL, FLOOR, NONE, SCALAR
+from ....gpu.decays import CHANNEL, FLOOR, NONE, SCALAR, decays
 from ....gpu.tiles import LN2, LOG2E, product, slot_of, tile, tokens_of, uniform
-from .tiles import constant_decay, decays, scalar_sums, sums
+from .tiles import constant_decay, scalar_sums, sums
 
 
 @triton.jit

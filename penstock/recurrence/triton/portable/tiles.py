@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import FLOOR
-from ....gpu.tiles import LOG2E, product, tile
+from ....gpu.tiles import LOG2E, apart, product, sums_of_rows, tile
 
 SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
 COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
@@ -39,44 +39,12 @@ def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OW
     if PRECISION == "bf16" or PRECISION == "f16" or PRECISION == "tf32":
         if REVERSE:
             triangle = tl.trans(triangle)
-        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
-        s = tl.dot(triangle, high.to(tl.bfloat16), tl.zeros_like(x) + start)
-        s = tl.dot(triangle, (x - high).to(tl.bfloat16), s)
+        s = sums_of_rows(triangle, x, start)
     else:
         s = start + tl.cumsum(x, 0, reverse=REVERSE)
         if not OWN:
             s -= x
     return s
-
-
-@triton.jit
-def sequence_with_pieces(rank, cu_seqlens, N, PIECE: tl.constexpr, BLOCK: tl.constexpr = 256):
-    """The sequence of this rank among those of at least PIECE tokens, in their order; N if there are fewer."""
-    found = rank * 0 + N
-    before = rank * 0
-    i = tl.arange(0, BLOCK)
-    for first in tl.range(0, N, BLOCK):
-        begin = tl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
-        end = tl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
-        long = (end - begin >= PIECE).to(tl.int32)
-        wanted = (long == 1) & (before + tl.cumsum(long, 0) == rank + 1)
-        found += tl.sum(tl.where(wanted, first + i - N, 0), 0)
-        before += tl.sum(long, 0)
-    return found
-
-
-@triton.jit
-def rounded(S, pool):
-    """S rounded to the dtype of the pool, if that has 16 bits. Not to float64."""
-    if pool.dtype.element_ty.primitive_bitwidth < 32:
-        S = S.to(pool.dtype.element_ty).to(tl.float32)
-    return S
-
-
-@triton.jit
-def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """A tile of log decays in log2 units, 0 outside the mask: [len(i), BJ]."""
-    return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
@@ -132,13 +100,6 @@ def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOS
     else:
         s = tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
     return s
-
-
-@triton.jit
-def apart(i, L):
-    """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
-    middle = i & -L
-    return ((i & L) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - L)
 
 
 @triton.jit

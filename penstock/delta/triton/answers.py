@@ -1,0 +1,49 @@
+"""What the forms answer for a problem: whether one takes it, which one runs, and why not those before it."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from ...call.implementation import FormVerdict, Listed, Mode
+from ...gpu import forms
+from ...gpu.forms import Part
+from ...gpu.target import Target
+from ...tokens.empty import nothing
+from ..declaration import DeltaTokens
+from . import plan
+from .calls import Backward, Call, Forward, InPlace
+from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
+
+BACKWARD: tuple[Part, ...] = (("backward", CHUNK_BACKWARD),)
+CHUNKWISE: dict[Mode, tuple[Part, ...]] = {"forward": (("forward", CHUNK_FORWARD),), "backward": BACKWARD}
+RECURRENT: dict[Mode, tuple[Part, ...]] = {
+    "forward": (("forward", TOKEN_FORWARD),),
+    "backward": BACKWARD,
+    "advance": (("pieces", PIECES), ("tokens", TOKENS_IN_PLACE)),
+}
+"""The ordered lists of an implementation, by mode. In place, pieces come first if there are any."""
+CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}
+
+
+def _asked(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> tuple[Part, ...]:
+    """The lists that a problem asks."""
+    return parts[mode][1:] if mode == "advance" and not plan.has_pieces(p) else parts[mode]  # type: ignore[arg-type]
+
+
+def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> str | None:
+    """Why no form of a list takes a problem, or None."""
+    call = CALLS[mode].of(p, Target.of(p.q.device))
+    return next((reason for _, among in _asked(parts, p, mode) if (reason := forms.refusal(among, call)) is not None), None)
+
+
+def verdicts(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> tuple[FormVerdict, ...]:
+    """The answers of the forms of a mode, up to those that run. Nothing runs without tokens."""
+    if nothing(p):
+        return ()
+    call = CALLS[mode].of(p, Target.of(p.q.device))
+    return tuple(chain.from_iterable(forms.verdicts(part, among, call, ()) for part, among in _asked(parts, p, mode)))
+
+
+def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:
+    """All forms of an implementation."""
+    return forms.listed(parts, Target.of)

@@ -1,0 +1,129 @@
+"""What all forms of a pass ask about a call: sizes, kind of decay, how products are taken, levels.
+
+Kernels see canonical problems: no raw inputs, and q, k, a and b of every head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ...gpu import decays
+from ...gpu.target import Target, power, precision
+from ...tokens.gpu_calls import TokenCall
+from ..declaration import Advance, Delta, DeltaTokens
+from .table import LEAST, KernelConfig, config
+
+NONE, SCALAR, CHANNEL = (kind.value for kind in (decays.NONE, decays.SCALAR, decays.CHANNEL))
+C = 64
+"""Tokens in a chunk."""
+SOLVE = {"bf16": "tf32", "tf32": "tf32x3", "tf32x3": "tf32x3", "ieee": "ieee"}
+"""The precision of products with T, by that of other products. Keys may be raw, so T has no bound that float16 needs. float16 inputs have as
+many bits as TF32, and errors of T would be larger than theirs if beta is up to 2."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call(TokenCall):
+    """A problem on a GPU, with the sizes and choices that all its launches share."""
+
+    gate: tuple[int, ...]
+    """Strides of the decay, expanded to [B,T,H,K]."""
+    decay: int
+
+    @classmethod
+    def of(cls, p: DeltaTokens, target: Target, **more: Any) -> Self:
+        """The sizes and choices of a problem; ``more``: fields that a pass adds."""
+        return cls(**shared(p, target), **more)
+
+    @property
+    def streams(self) -> int:
+        """1 or 2."""
+        return self.p.variant.streams  # type: ignore[no-any-return]
+
+    @property
+    def after(self) -> bool:
+        """Whether the removal reads the state after the decay."""
+        return self.p.variant.removal == "after"  # type: ignore[no-any-return]
+
+    @property
+    def BK(self) -> int:
+        """Key channels of a tile."""
+        return power(self.K, LEAST)
+
+    @property
+    def tile(self) -> torch.dtype:
+        """The dtype of tiles in memory. float16 inputs are multiplied as TF32, because states, values and gradients have no bound."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Dyadic levels of a chunk, and anchors."""
+        return C.bit_length() - 1, 0
+
+    @property
+    def solve(self) -> str:
+        """The precision of products with T."""
+        return SOLVE[self.precision] if self.target.nvidia else "ieee"
+
+    @property
+    def streamed(self) -> tuple[str, str]:
+        """The names of a and b."""
+        return ("k", "k") if self.streams == 1 else ("a", "b")
+
+    def config(self, kernel: str) -> KernelConfig:
+        """Block sizes of a launch."""
+        return config(kernel, self.K, self.V, self.precision, self.target)
+
+    def strides(self, *names: str) -> tuple[int, ...]:
+        """The strides of tensors [B,T,H,...], in the order of kernel parameters; those of q for missing ones."""
+        found: list[int] = []
+        for name in names:
+            x = getattr(self.p, name)
+            if name == "beta":
+                found += x.stride() if x is not None else (0, 0, 0)
+            elif name == "g":
+                found += self.gate
+            else:
+                found += x.stride()
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class InPlace(Call):
+    """An update of states in place."""
+
+    p: Advance
+
+
+@dataclass(frozen=True, eq=False)
+class Forward(Call):
+    """A forward pass over whole sequences."""
+
+    p: Delta
+
+
+@dataclass(frozen=True, eq=False)
+class Backward(Call):
+    """A backward pass over whole sequences."""
+
+    p: Delta
+    d_output: Tensor | None = None
+    """None where a form is asked for its reasons alone."""
+    d_final_state: Tensor | None = None
+
+
+def shared(p: DeltaTokens, target: Target) -> dict[str, Any]:
+    """The fields of ``Call``: calls of several passes of one problem share them."""
+    axes, sizes = p.variant.decay, p.sizes
+    gate: tuple[int, ...] = (0, 0, 0, 0)
+    if p.gate is not None:
+        shape = (sizes["B"], sizes["T"], sizes["H"], sizes["K"])
+        gate = tuple([step if axis in axes else 0 for axis, step in zip("BTHK", p.gate.expand(shape).stride())])
+    return {
+        "p": p, "target": target, **p.counts, "H": sizes["H"], "K": sizes["K"], "V": sizes["V"], "packed": p.cu_seqlens is not None,
+        "precision": precision(p.q.dtype, target), "gate": gate, "decay": NONE if not axes else CHANNEL if "K" in axes else SCALAR,
+    }  # fmt: skip

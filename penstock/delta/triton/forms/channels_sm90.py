@@ -1,0 +1,94 @@
+"""The forward pass with decays per channel on Hopper: ``sm90/forward.py``, one launch for every gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ....call.implementation import Example
+from ....gpu.forms import Form
+from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
+from ....gpu.plan import Plan, Sizes
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import CHANNEL, C, Call, Forward
+from .chunks import start
+
+K, VALUES = 128, (64, 128)
+"""Key channels of a head, and value channels."""
+W = 32
+"""Key channels that ``prepare`` has in registers at once."""
+REGISTERS = (208, 112)
+"""Of a thread of ``prepare`` and of ``invert``; ``walk`` has the others. With fewer these spill."""
+AT_LAUNCH = 168
+"""Registers of every thread at launch."""
+SHARES = 8
+"""Programs of a head at most."""
+ROWS = 1 << 31
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+
+
+def refuses(call: Call) -> str | None:
+    """Decays per channel that are read after, bfloat16, heads of 128, and tensors that the tensor memory accelerator can copy."""
+    p = call.p
+    if call.decay != CHANNEL or call.streams != 1 or not call.after:
+        return "it computes one stream with decays per channel"
+    if p.q.dtype != torch.bfloat16:
+        return f"it takes bfloat16, this is {p.q.dtype}"
+    if call.K != K:
+        return f"K must be {K}, this is {call.K}"
+    if call.V not in VALUES:
+        return f"V must be {' or '.join(map(str, VALUES))}, this is {call.V}"
+    if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
+        return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
+    if p.g is None or p.beta is None:
+        return "it takes a decay and beta"
+    for name, x, allowed in (("q", p.q, tiled_or_shared), ("k", p.k, tiled_or_shared), ("v", p.v, tiled), ("g", p.g, tiled)):
+        if not allowed(x):
+            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+    if p.sizes["H"] > 1 and (p.q.stride(2) == 0) != (p.k.stride(2) == 0):
+        return "q and k must have the same heads"
+    return None
+
+
+def programs_of_head(call: Call) -> int:
+    """One for 64 value channels, and more while multiprocessors are idle."""
+    share = call.V // C
+    while share < SHARES and 2 * share * call.N * call.H <= call.target.multiprocessors:
+        share *= 2
+    return share
+
+
+def _forward(call: Forward) -> Plan:
+    from ..sm90 import exchange, forward
+
+    plan, p, H, V, share = Plan(), call.p, call.H, call.V, programs_of_head(call)
+    depth, values = max(4, 2 * share), V // C
+    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
+    final = plan.empty("final_state", sequences, H, K, V)
+    x = plan.empty("tiles", sequences, H, depth * 3 * C, K, dtype=p.q.dtype)
+    a = plan.empty("weights", sequences, H, depth * C, C, dtype=p.q.dtype)
+    totals = plan.empty("totals", sequences, H, depth, K)
+    counts = plan.empty("counts", sequences, H, share + values, dtype=torch.int32)
+
+    def zeros(s: Sizes) -> int:
+        return s["N"] * H * (share + values)
+
+    first, steps = start(call)
+    shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
+    plan.launch(exchange.penstock_zero_counts, lambda s: -(-zeros(s) // 1024), (counts,), (zeros,), 4)
+    plan.launch(
+        forward.penstock_kda_fwd_sm90, call.programs(sequences, share),
+        ("q", "k", "g", "v", output, x, x, a, "beta", totals, counts, first or final, output, final, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H if shared else 1, *p.beta.stride(), *steps), 4,
+        (*[Tile(C, W)] * 3, *[Tile(C, C)] * 2, Tile(C, W, 3), Tile(C, K, 3), Tile(C, C, 3)), AT_LAUNCH,
+        K=K, V=V, W=W, INITIAL=first is not None, FINAL=True, PACKED=call.packed, SHARE=share, DEPTH=depth, REGISTERS=REGISTERS,
+    )  # fmt: skip
+    return plan
+
+
+SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
+    "kda_fwd_sm90", _forward, absent, refuses,
+    examples=(Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1})),
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""The plain chunk kernels: every row of the table, on every GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ....call.implementation import Example
+from ....gpu.forms import Form
+from ....gpu.plan import Plan, Size
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
+from ..portable import gradients, prepare, walk, walk_backward
+
+WIDEST = 128
+"""Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
+
+
+def refuses(call: Call) -> str | None:
+    """All key channels of a head are one tile."""
+    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else None
+
+
+def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:
+    """Add the memory of tiles that do not depend on states, and the launch that computes them."""
+    slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
+    channel, two = call.decay == CHANNEL, call.streams == 2
+    levels, anchors = call.levels
+    b = call.config("prepare")
+
+    def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
+        return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
+
+    plan.launch(
+        prepare.penstock_delta_prepare, call.programs(slots, 1),
+        ("q", "k", "g", "beta", *call.streamed, memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
+         memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel),
+         memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
+         memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
+        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
+        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
+        PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
+
+
+def present(plan: Plan, *names: str) -> tuple[str, ...]:
+    """Names of memory; "q" as a dummy for what the plan does not have."""
+    return tuple([name if name in plan.memory else "q" for name in names])
+
+
+TILES = ("ap", "bt", "qr", "ar", "kr", "late", "total")
+
+
+def walked(
+    plan: Plan, call: Call, programs: Size, initial: str | None, steps: tuple[int, ...], output: str | None, final: str, keep: bool,
+    piece: int = 0, slots: str = "", fused: bool = True,
+) -> None:  # fmt: skip
+    """Add the launch of the walk forward in time; with ``keep``, the memory of what the backward pass reads."""
+    b, H, K, V = call.config("walk"), call.H, call.K, call.V
+    x = states = "q"
+    if keep:
+        x = plan.empty("x", call.chunks(C), H, C, V, dtype=call.tile)
+        states = plan.empty("chunk_states", call.chunks(C), H, K, V, dtype=call.tile)
+    plan.launch(
+        walk.penstock_delta_walk, call.programs(programs, math.ceil(V / b.BV)),
+        ("q", "k", "v", "g", "beta", *present(plan, *TILES), initial or final, output or "q", final, x, states, "cu_seqlens", slots or "q"),
+        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta"), *steps), b.warps, fused=fused,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, INITIAL=initial is not None, OUTPUT=output is not None,
+        KEEP=keep, PACKED=call.packed, PIECE=piece, SLOTS=bool(slots), PRECISION=call.precision, STAGES=b.stages,
+    )  # fmt: skip
+
+
+def start(call: Call) -> tuple[str | None, tuple[int, ...]]:
+    """The initial state's name and strides."""
+    state = call.p.initial_state
+    return (None, (0, 0, 0, 0)) if state is None else ("initial_state", state.stride())
+
+
+def _forward(call: Forward) -> Plan:
+    plan = Plan()
+    output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
+    final = plan.empty("final_state", sequences, call.H, call.K, call.V)
+    prepared(plan, call)
+    walked(plan, call, sequences, *start(call), output, final, keep=False)
+    return plan
+
+
+def _backward(call: Backward) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again."""
+    plan, p, H, K, V, streams = Plan(), call.p, call.H, call.K, call.V, call.streams
+    d_output, d_final, slots = call.d_output, call.d_final_state, call.chunks(C)
+    assert d_output is not None
+
+    def like(name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
+        return plan.empty(name, batch, tokens, H, *shape, dtype=dtype) if needed else "q"
+
+    dq, dk = (like(name, K, dtype=p.q.dtype) for name in ("dq", "dk"))
+    dv = like("dv", V, dtype=p.v.dtype)
+    da, db = (like(name, K, dtype=p.q.dtype, needed=streams == 2) for name in ("da", "db"))
+    dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
+    dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
+    d_initial = plan.empty("d_initial_state", sequences, H, K, V)
+    prepared(plan, call)
+    walked(plan, call, sequences, *start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
+    z = plan.empty("z", slots, H, C, V, dtype=call.tile)
+    d_states = plan.empty("d_chunk_states", slots, H, K, V, dtype=call.tile)
+    b = call.config("walk_backward")
+    plan.launch(
+        walk_backward.penstock_delta_walk_bwd, call.programs(sequences, math.ceil(V / b.BV)),
+        ("q", "k", "g", "beta", *present(plan, *TILES), "d_output", "q" if d_final is None else "d_final_state", z, dv, d_states, d_initial,
+         "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride(),
+         *((0, 0, 0, 0) if d_final is None else d_final.stride())), b.warps,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
+        PRECISION=call.precision, STAGES=b.stages,
+    )  # fmt: skip
+    b, (levels, anchors) = call.config("gradients"), call.levels
+    plan.launch(
+        gradients.penstock_delta_gradients, call.programs(slots, 1),
+        ("q", "k", "v", "g", "beta", *call.streamed, *present(plan, "pairs", "late", "solved", "x"), z, "chunk_states", d_states, "d_output",
+         dq, dk, dg, dbeta, da, db, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta", *call.streamed), *d_output.stride()), b.warps,
+        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, DG=dg != "q",
+        PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
+    return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
+    state = ("state", call.p.state.stride())
+    prepared(plan, call, piece, fused=False)
+    walked(plan, call, call.with_piece(piece), *state, output, "state", False, piece, "slots" if call.p.slots is not None else "", False)
+
+
+SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
+EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", _forward, refuses=refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", _backward, refuses=refuses, examples=EXAMPLES)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)
+)

@@ -1,0 +1,64 @@
+"""What forms of GPU kernels ask about a call over tokens, in every family: sizes, and grids and memory that follow from them.
+
+Kernels and constants depend on ``Problem.counts``. Grids, numbers and shapes are functions of the exact sizes, so calls with equal counts
+share a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..gpu.plan import Size, Sizes, chunks
+from ..gpu.target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCall:
+    """A problem on a GPU, with the sizes that all its launches share."""
+
+    p: Any
+    target: Target
+    B: int
+    """B, T and N are rounded up to powers of two; only choices depend on them."""
+    T: int
+    N: int
+    H: int
+    K: int
+    V: int
+    packed: bool
+    precision: str
+    """Of products, see ``gpu.target.precision``."""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether kernels are compiled for a GPU of NVIDIA."""
+        return self.target.nvidia
+
+    def chunks(self, L: Size) -> Callable[[Sizes], int]:
+        """An upper bound of the number of chunks (or segments) of L tokens in all sequences."""
+        return lambda s: chunks(s["T"], L(s) if callable(L) else L, s["N"], self.packed)
+
+    def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
+        """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
+        return lambda s: (count(s) if callable(count) else count) * self.H * each
+
+    def with_piece(self, piece: int) -> Callable[[Sizes], int]:
+        """The most sequences with a piece of ``piece`` tokens."""
+        return lambda s: min(s["N"], s["T"] // piece) if self.packed else s["N"] * (s["T"] >= piece)
+
+
+def tokens(s: Sizes) -> int:
+    """T, as a size of a plan."""
+    return s["T"]
+
+
+def sequences(s: Sizes) -> int:
+    """N, as a size of a plan."""
+    return s["N"]
+
+
+def batch(s: Sizes) -> int:
+    """B, as a size of a plan."""
+    return s["B"]
