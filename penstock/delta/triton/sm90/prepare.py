@@ -178,13 +178,13 @@ def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W: gl.c
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R"])
 def penstock_kda_prepare_sm90(
-    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
-    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, t_tiles, beta, totals, cu_seqlens, scale,
+    N, T, H, R, b_b, b_t, b_h, K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
+    """A, T, B^T, q and k o w_1 ... w_t, and total of a chunk.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
-    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
+    [slots,H,C,C] in the dtype of q, T [slots,H,C,C] in float16 and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -259,6 +259,7 @@ def penstock_kda_prepare_sm90(
     store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
     meet()
     merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
+    async_store(t_tiles, [to, 0], t_s)
     A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
     A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
