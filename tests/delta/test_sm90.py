@@ -1,0 +1,117 @@
+"""The Gluon kernel of KDA for Hopper, emulated on the CPU: results against the oracle."""
+
+from dataclasses import replace
+
+import contract
+import pytest
+import torch
+from deltas import Delta, oracle
+from emulated import gluon
+
+from penstock.delta.operators import DELTA
+from penstock.delta.triton import plan
+from penstock.delta.triton.calls import Forward
+from penstock.delta.triton.forms import channels_sm90
+from penstock.gpu.hopper import without_gluon
+from penstock.gpu.target import Target
+
+pytestmark = [
+    pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
+]
+H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
+BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
+"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
+
+OF = Delta("kda", B=1, H=1, T=150, K=128, V=128, dtype=torch.bfloat16, others=torch.float32)
+GATES = ("zero", "weak", "logsigmoid/16", "logsigmoid/0.1", "-exp(N(2,1))", "channels", "uneven", "spikes", "gone", "mixture")
+CASES = [
+    *(replace(OF, gate=gate) for gate in GATES),
+    *(replace(OF, key=key, beta=1.0, gate="weak") for key in ("positive", "near", "equal")),
+    replace(OF, B=2, T=70, H=2, G=1, gate="mixture"),
+    replace(OF, T=64, V=64, H=2),
+    replace(OF, T=1, V=64),
+    replace(OF, T=63, others=torch.bfloat16, gate="logsigmoid/16"),
+    replace(OF, T=400, gate="logsigmoid/16"),  # the ring of chunks is used again
+    replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+    replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
+    replace(OF, T=70, scale=0.0),
+]
+
+
+def problem_of(case, drawn=None):
+    return contract.problem_of(case, case.tensors() if drawn is None else drawn)
+
+
+def run(problem, target=H200, seed=0):
+    """The results of the emulated kernel."""
+    made = plan.chunk_forward_plan(problem, target)
+    assert made.forms[0] == "kda_fwd_sm90"
+    tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
+    tensors |= {"q": problem.q, "k": problem.k}  # of every head
+    found = gluon.run(made, tensors, problem.sizes, seed)
+    return {name: found[name] for name in ("output", "final_state")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_the_oracle(case):
+    wanted = oracle(case)
+    for name, x in run(problem_of(case)).items():
+        off = float((x.double() - wanted[name].value).norm())
+        assert off <= BUDGET * wanted[name].size, (name, off / wanted[name].size)
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 8, 132])
+def test_bits_do_not_depend_on_the_programs_of_a_head(multiprocessors):
+    """Nor on the order in which warps run."""
+    problem = problem_of(replace(OF, T=600, gate="mixture"))
+    first, again = run(problem), run(problem, H200._replace(multiprocessors=multiprocessors), seed=1)
+    for name, x in first.items():
+        assert torch.equal(x, again[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in ("q", "k", "v", "g", "beta") for value in (torch.nan, torch.inf, 6e4) if name != "g" or value > 0]
+)
+def test_packed_neighbours_change_no_bit(name, value):
+    """A tile reaches past the end of its sequence."""
+    case = replace(OF, lengths=(70, 90))
+    drawn = case.tensors()
+    changed = drawn | {name: drawn[name].clone()}
+    changed[name][:, 70:] = -value if name == "g" else value
+    before, after = run(problem_of(case, drawn)), run(problem_of(case, changed))
+    assert torch.equal(before["output"][:, :70], after["output"][:, :70])
+    assert torch.equal(before["final_state"][0], after["final_state"][0])
+
+
+@pytest.mark.parametrize("cut", [1, 17, 37, 64, 90])
+def test_later_tokens_change_no_bit(cut):
+    """Outputs before a cut."""
+    case = replace(OF, T=130, gate="logsigmoid/16")
+    drawn, other = case.tensors(), replace(case, gate="spikes", v_factor=1e9).tensors()
+    changed = {name: x for name, x in drawn.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name] = torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1)
+    assert torch.equal(run(problem_of(case, drawn))["output"][:, :cut], run(problem_of(case, changed))["output"][:, :cut])
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "reason"),
+    [
+        (OF, A100, "sm_90"),
+        (replace(OF, K=64), H200, "K must be 128"),
+        (replace(OF, V=192), H200, "V must be 64 or 128"),
+        (replace(OF, dtype=torch.float16), H200, "it takes bfloat16"),
+        (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
+        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_reasons(case, target, reason):
+    assert reason in str(channels_sm90.FORWARD.refusal(Forward.of(problem_of(case), target)))
+
+
+@pytest.mark.parametrize(("B", "H", "share"), [(1, 64, 2), (4, 64, 2), (1, 16, 8), (1, 32, 4), (1, 1, 8)])
+def test_more_programs_of_a_head_where_multiprocessors_are_idle(B, H, share):
+    case = replace(OF, B=B, H=H, T=1)
+    assert channels_sm90.programs_of_head(Forward.of(problem_of(case), H200)) == share
