@@ -9,6 +9,7 @@ from cases import upstream
 from deltas import Delta, oracle
 from emulated import gluon
 
+from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import Backward
@@ -41,7 +42,7 @@ CASES = [
 
 
 def problem_of(case, drawn=None):
-    return contract.problem_of(case, case.tensors() if drawn is None else drawn)
+    return of_every_head(contract.problem_of(case, case.tensors() if drawn is None else drawn))
 
 
 def run(problem, d_output, d_final, target=H200, seed=0):

@@ -1,4 +1,4 @@
-"""Decays per channel on Hopper: the forward pass in one launch, ``sm90/forward.py``, and the backward pass in five. One form for every gate."""
+"""Decays per channel on Hopper: the forward pass in one launch, ``sm90/forward.py``, and the backward pass in four. One form for every gate."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ def _refuses_backward(call: Backward) -> str | None:
 def _backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``. The forward pass keeps nothing: tiles, X and states are computed again.
 
-    ``prepare``: A, T, B^T and q, k with factors, all chunks in parallel. ``states``: X and the states before chunks. ``reverse``: dv and the
-    gradients of the states after chunks. ``gradients``: the others, all chunks in parallel. ``parts``: dbeta from two halves of K.
+    ``prepare``: A, A_k T, B^T and q, k with factors, all chunks in parallel. ``states``: X and the states before chunks. ``reverse``: dv and the
+    gradients of the states after chunks. ``gradients``: the others, all chunks in parallel.
     """
-    from ..sm90 import gradients, parts, prepare, reverse, states
+    from ..sm90 import gradients, prepare, reverse, states
 
     plan, p, H, V, slots = Plan(), call.p, call.H, call.V, call.chunks(C)
     d_final = call.d_final_state
@@ -128,9 +128,9 @@ def _backward(call: Backward) -> Plan:
     dg, dbeta = like("dg", K, dtype=p.g.dtype), like("dbeta", dtype=p.beta.dtype)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
     q_r, k_r, b, x = tile("q_read", C, K), tile("k_read", C, K), tile("solved_keys", C, K), tile("x", C, V)
-    a, t = tile("weights", C, C), tile("inverse", C, C, dtype=torch.float16)
+    a, t = tile("weights", C, C), tile("removals", C, C, dtype=torch.float16)
     S, dS = tile("chunk_states", V, K), tile("d_chunk_states", V, K)
-    totals, of_beta = tile("totals", K, dtype=torch.float32), plan.empty("parts", K // C, batch, tokens, H)
+    totals = tile("totals", K, dtype=torch.float32)
     shared = p.q.stride(2) == 0 and H > 1
     groups = H if shared else 1
     first, steps = start(call)
@@ -156,16 +156,11 @@ def _backward(call: Backward) -> Plan:
     )  # fmt: skip
     plan.launch(
         gradients.penstock_kda_gradients_sm90, lambda s: (H * (K // C), slots(s)),
-        ("q", "k", x, "d_output", dv, t, S, dS, dq, dk, "g", "beta", dq, dk, dg, of_beta, "cu_seqlens"),
+        ("q", "k", x, "d_output", dv, t, S, dS, dq, dk, "g", "beta", dq, dk, dg, dbeta, "cu_seqlens"),
         (p.scale, sequences, tokens, H, groups, *p.g.stride()[:3], *rates), 4,
         (*[Tile(C, C)] * 2, Tile(C, V, 3), *[Tile(C, V)] * 2, Tile(C, C, 3), *[Tile(V, C, 3)] * 2, *[Tile(C, C)] * 2),
         K=K, V=V, PACKED=call.packed,
     )  # fmt: skip
-
-    def rates_of(s: Sizes) -> int:
-        return s["B"] * s["T"] * H
-
-    plan.launch(parts.penstock_sum_parts, lambda s: -(-rates_of(s) // 1024), (of_beta, dbeta), (rates_of,), 4)
     return plan
 
 

@@ -121,9 +121,3 @@ def products_of_group(decay):
         through, remaining, total = widened(through, remaining, total, n)
     last = gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :] == ROWS - 1
     return through, remaining, gl.sum(gl.where(last, through, 0.0), 1)
-
-
-@gluon.jit
-def sum_of_warp(x):
-    """The sums of a tile [W,ROWS] over the 16 channels of each warp: [4,ROWS]."""
-    return gl.sum(gl.reshape(x, [4, x.shape[0] // 4, ROWS]), 1)

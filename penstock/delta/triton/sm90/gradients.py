@@ -2,19 +2,19 @@
 
 With S the state before the chunk, dS' the gradient of the state after it, X and Y = dV from the walks, and f the factors of level L, at most 1,
 
-    U = T X                      P = scale dO U^T (s <= t)            M = -Y U^T (s < t), its transpose above
+    R = X / beta - (A_k T) X        U = beta o R = T X              dbeta = rowsum(Y o R) / beta
+    P = scale dO U^T (s <= t)       M = -Y U^T (s < t), its transpose above
     levels:  X_q = f o q (second halves), X_k = f o k;   dX_q = P_L X_k,   dX_k = M_L X_k + P_L^T X_q
     dq = sum of f o dX_q + e k + scale read o (dO S^T)                                      e the diagonal of P
     dk = sum of f o dX_k + e q - read o (Y S^T) + rest o (U dS'^T)
-    dbeta = (rowsum(Y o X) / beta + sum of rowsum(X_k o dX_k in second halves)) / beta
     dg_t = sum over levels of (X_q o dX_q + X_k o dX_k) over later tokens of the second half, over earlier tokens of the first half
            + sum i >= t of q o scale read o (dO S^T) - k o read o (Y S^T) + sum s < t of k o rest o (U dS'^T) + total o rowsum(S o dS')
 
-Every term of dg is a pair of tokens with t between them, so there is no cancellation. dbeta has no product with T, whose rows underflow in
-float16 where beta is tiny. T is taken as two bfloat16 numbers.
+Every term of dg is a pair of tokens with t between them, so there is no cancellation. A_k T is bounded and has no factor beta, so that no row
+underflows in float16 where beta is tiny. It is taken as two bfloat16 numbers.
 
 Memory that the pass reads and writes per token and head, K = V = 128: q, k, v, dO 1024 bytes, decays 512 (float32), gradients 1280, and tiles
-of the other launches: X 256, Y = dV, T 128, S and dS' 512 each. Nothing of the forward pass is kept.
+of the other launches: X 256, A_k T 128, S and dS' 512 each. Nothing of the forward pass is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from .columns import (
     products_of_group,
     rows_and_columns,
     store_in_blocks,
-    sum_of_warp,
     times,
 )
 from .layouts import GROUPS, ROWS, C
@@ -54,17 +53,24 @@ def decays_of(g, g_t, left, n: gl.constexpr):
 
 
 @gluon.jit
-def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, scale):
-    """U = T X replaces X. Store P and M in blocks, and the diagonal of P in ``own_s`` [C]."""
+def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta, step, left, first_block, scale):
+    """U replaces X. Store P and M in blocks, the diagonal of P in ``own_s`` [C], and dbeta if this is the first block of key channels."""
     kind: gl.constexpr = x_s.dtype
     V: gl.constexpr = x_s.shape[1]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    T = t_s.load(gl.DotOperandLayout(0, wide, 2)).to(gl.float32)
+    token = gl.arange(0, C, gl.SliceLayout(1, wide))
+    rates = nonzero(gl.load(beta + token.to(gl.int64) * b_t, mask=token < left, other=0.0).to(gl.float32))
+    inverse = 1.0 / rates
+    T = -t_s.load(gl.DotOperandLayout(0, wide, 2)).to(gl.float32)
     high = T.to(kind)
     low = (T - high.to(gl.float32)).to(kind)
-    U = warpgroup_mma(high, x_s, gl.zeros([C, V], gl.float32, wide), use_acc=False)
-    U = warpgroup_mma(low, x_s, U)
+    R = x_s.load(wide).to(gl.float32) * inverse[:, None]
+    R = warpgroup_mma(high, x_s, R)
+    R = warpgroup_mma(low, x_s, R)
+    of_beta = gl.sum(y_s.load(wide).to(gl.float32) * inverse[:, None] * R, 1)
+    gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=(token < left) & first_block)
+    U = R * rates[:, None]
     U = U.to(kind)
     meet()
     x_s.store(U)
@@ -110,39 +116,38 @@ def state_terms(q_s, k_s, x_s, o_s, y_s, S_s, dS_s, through, remaining, total, s
         dg = dg + (times(z.to(kind), ones_where(a < b), none_of(z) + (whole + earlier)[:, None]),)
         earlier += gl.sum(z, 1)
     D = groups_of(warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False))
-    z = ()
-    more = ()
-    for n in gl.static_range(GROUPS):
-        x = -D[n] * (through[n] * before[n][:, None])
-        z = z + (x * group_of(k_s, n).to(gl.float32),)
-        more = more + (dk[n] + x,)
-    D = groups_of(warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False))
-    dq = ()
     sums = ()
+    more = ()
     found = ()
     for n in gl.static_range(GROUPS):
-        x = D[n] * (through[n] * (before[n] * scale)[:, None])
-        y = z[n] + x * group_of(q_s, n).to(gl.float32)
-        dq = dq + (x,)
-        sums = sums + (gl.sum(y, 1),)
-        found = found + (times(y.to(kind), ones_where(a >= b), dg[n]),)
-    later = (sums[1] + sums[2] + sums[3], sums[2] + sums[3], sums[3], sums[3] * 0.0)
+        x = -D[n] * (through[n] * before[n][:, None])
+        z = x * group_of(k_s, n).to(gl.float32)
+        more = more + (dk[n] + x,)
+        sums = sums + (gl.sum(z, 1),)
+        found = found + (times(z.to(kind), ones_where(a >= b), dg[n]),)
+    D = groups_of(warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False))
+    dq = ()
     dg = ()
-    for n in gl.static_range(GROUPS):
-        dg = dg + (found[n] + later[n][:, None],)
+    later = gl.zeros([W], gl.float32, gl.SliceLayout(1, TILE))
+    for m in gl.static_range(GROUPS):
+        x = D[GROUPS - 1 - m] * (through[GROUPS - 1 - m] * (before[GROUPS - 1 - m] * scale)[:, None])
+        z = x * group_of(q_s, GROUPS - 1 - m).to(gl.float32)
+        dq = (x,) + dq
+        dg = (times(z.to(kind), ones_where(a >= b), found[GROUPS - 1 - m] + later[:, None]),) + dg
+        later += gl.sum(z, 1) + sums[GROUPS - 1 - m]
     return dq, more, dg
 
 
 @gluon.jit
 def far_terms(q_s, k_s, p_s, m_s, through, remaining, total, dq, dk, dg):
-    """Add levels 32 and 16. Also returns the products of k with the terms of dk in second halves, summed over the channels of a warp."""
+    """Add levels 32 and 16."""
     kind: gl.constexpr = k_s.dtype
     a, b = rows_and_columns()
     suffix = ones_where(a >= b)
     prefix = ones_where(a < b)
     rows = (through[2], through[3] * total[2][:, None])
     columns = (remaining[0] * total[1][:, None], remaining[1])
-    q_r, k_r, z, z_k, k_c, z_c = far_level(q_s, k_s, p_s, m_s, rows, columns, 0, 2)
+    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, rows, columns, 0, 2)
     dq_2 = dq[2] + q_r[0]
     dq_3 = dq[3] + q_r[1]
     dk_0 = dk[0] + k_c[0]
@@ -153,35 +158,31 @@ def far_terms(q_s, k_s, p_s, m_s, through, remaining, total, dq, dk, dg):
     dg_1 = times(z_c[1].to(kind), prefix, dg[1] + gl.sum(z_c[0], 1)[:, None])
     dg_2 = times(z[0].to(kind), suffix, dg[2] + gl.sum(z[1], 1)[:, None])
     dg_3 = times(z[1].to(kind), suffix, dg[3])
-    own_2 = sum_of_warp(z_k[0])
-    own_3 = sum_of_warp(z_k[1])
-    q_r, k_r, z, z_k, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[1],), (remaining[0],), 0, 1)
+    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[1],), (remaining[0],), 0, 1)
     dq_1 = dq[1] + q_r[0]
     dk_0 += k_c[0]
     dk_1 += k_r[0]
     dg_0 = times(z_c[0].to(kind), prefix, dg_0)
     dg_1 = times(z[0].to(kind), suffix, dg_1)
-    own_1 = sum_of_warp(z_k[0])
-    q_r, k_r, z, z_k, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[3],), (remaining[2],), 2, 1)
+    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[3],), (remaining[2],), 2, 1)
     dq_3 += q_r[0]
     dk_2 += k_c[0]
     dk_3 += k_r[0]
     dg_2 = times(z_c[0].to(kind), prefix, dg_2)
     dg_3 = times(z[0].to(kind), suffix, dg_3)
-    own_3 += sum_of_warp(z_k[0])
-    return (dq[0], dq_1, dq_2, dq_3), (dk_0, dk_1, dk_2, dk_3), (dg_0, dg_1, dg_2, dg_3), (own_1 * 0.0, own_1, own_2, own_3)
+    return (dq[0], dq_1, dq_2, dq_3), (dk_0, dk_1, dk_2, dk_3), (dg_0, dg_1, dg_2, dg_3)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R"])
 def penstock_kda_gradients_sm90(
-    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, dq, dk, dg, parts, cu_seqlens,
+    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, dq, dk, dg, dbeta, cu_seqlens,
     scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg, and parts of dbeta, from U = T X, P = scale dO U^T, M = -Y U^T.
+    """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T, M = -Y U^T.
 
-    TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; X [C,V] and T [C,C] of
-    [slots,H,C,...], S^T and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K], and
-    parts [K / W,B,T,H], float32, whose sum is dbeta. Program (head, block of W key channels; slot of a chunk).
+    TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; X [C,V] and A_k T [C,C] of
+    [slots,H,C,...], S^T and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K] and
+    dbeta [B,T,H]. Program (head, block of W key channels; slot of a chunk).
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -189,16 +190,13 @@ def penstock_kda_gradients_sm90(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     slot = gl.program_id(1)
     p = gl.program_id(0) % PARTS
     h = gl.program_id(0) // PARTS
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     b = n.to(gl.int64)
-    lines = N.to(gl.int64) * T
     if PACKED:
         b = b * 0
-        lines = T.to(gl.int64)
     left = gl.minimum(end - begin - done, C).to(gl.int32)
     if left <= 0:
         return
@@ -215,7 +213,6 @@ def penstock_kda_gradients_sm90(
     dS_s = gl.allocate_shared_memory(kind, [V, W], dS_tiles.layout)
     m_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
     own_s = gl.allocate_shared_memory(gl.float32, [C], flat)
-    beta_s = gl.allocate_shared_memory(gl.float32, [C], flat)
     loaded = barriers(3, 1)
     fence_async_shared()
     meet()
@@ -231,21 +228,16 @@ def penstock_kda_gradients_sm90(
     async_load(q_tiles, [row, h // R * K + p * W], loaded.index(2), q_s)
     async_load(k_tiles, [row, h // R * K + p * W], loaded.index(2), k_s)
 
-    i = gl.arange(0, C, gl.SliceLayout(1, rows))
-    at = beta + b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
-    rate = 1.0 / nonzero(gl.load(at + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32))
     mbarrier.wait(loaded.index(0), 0)
     if left < C:
         zero_rows_from(o_s, left, clean)
         zero_rows_from(y_s, left, clean)
         meet()
-    Z = y_s.load(rows).to(gl.float32) * rate[:, None]
-    of_beta = gl.sum(Z * (x_s.load(rows).to(gl.float32) * rate[:, None]), 1)
-    beta_s.store(gl.where(p == 0, of_beta, 0.0))
     fence_async_shared()
     meet()
     p_s = reinterpret(t_s, kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
-    store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, scale)
+    beta += b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
 
     g += b * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + p * W
     through = ()
@@ -263,26 +255,24 @@ def penstock_kda_gradients_sm90(
         zero_rows_from(k_s, left, clean)
         meet()
     d_q, d_k, d_g = state_terms(q_s, k_s, x_s, o_s, y_s, S_s, dS_s, through, remaining, total, scale)
-    d_q, d_k, d_g, own = far_terms(q_s, k_s, p_s, m_s, through, remaining, total, d_q, d_k, d_g)
+    d_q, d_k, d_g = far_terms(q_s, k_s, p_s, m_s, through, remaining, total, d_q, d_k, d_g)
     meet()  # x_s and y_s are free
     if V == 2 * W:
         out_s = reinterpret(y_s, kind, [2, C, W], q_tiles.layout)
     else:
         out_s = gl.allocate_shared_memory(kind, [2, C, W], q_tiles.layout)
-    sums_s = reinterpret(x_s, gl.float32, [GROUPS, 4, ROWS], plain2)
     first = (line * H + h) * K + p * W
     token = gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :]
     channel = gl.arange(0, W, gl.SliceLayout(1, TILE))[:, None]
     for m in gl.static_range(GROUPS):
         Q = group_of(q_s, m)
         Kt = group_of(k_s, m)
-        dq_m, dk_m, dg_m, of_k = near_levels(Q, Kt, decays_of(g, g_t, left, m), p_s, m_s, m, d_q[m], d_k[m], d_g[m])
+        dq_m, dk_m, dg_m = near_levels(Q, Kt, decays_of(g, g_t, left, m), p_s, m_s, m, d_q[m], d_k[m], d_g[m])
         e = own_s.slice(ROWS * m, ROWS).load(gl.SliceLayout(0, TILE))[None, :]
         dq_m += e * Kt.to(gl.float32)
         dk_m += e * Q.to(gl.float32)
         out_s.index(0).slice(ROWS * m, ROWS).permute((1, 0)).store(dq_m.to(kind))
         out_s.index(1).slice(ROWS * m, ROWS).permute((1, 0)).store(dk_m.to(kind))
-        sums_s.index(m).store(own[m] + sum_of_warp(of_k))
         where = (ROWS * m + token).to(gl.int64) * (H.to(gl.int64) * K) + channel
         gl.store(dg + first + where, dg_m.to(dg.dtype.element_ty), mask=(ROWS * m + token < left) & (channel < W))
     fence_async_shared()
@@ -291,17 +281,8 @@ def penstock_kda_gradients_sm90(
         async_store(dq_tiles, [row, h * K + p * W], out_s.index(0))
         async_store(dk_tiles, [row, h * K + p * W], out_s.index(1))
     else:
-        i = gl.arange(0, C, gl.SliceLayout(1, clean))[:, None]
-        where = first + i.to(gl.int64) * (H.to(gl.int64) * K) + gl.arange(0, W, gl.SliceLayout(0, clean))[None, :]
-        gl.store(dq + where, out_s.index(0).load(clean), mask=i < left)
-        gl.store(dk + where, out_s.index(1).load(clean), mask=i < left)
-    sums: gl.constexpr = gl.BlockedLayout([1, 4, 1], [4, 1, 8], [1, 1, 4], [2, 1, 0])
-    flat_sums: gl.constexpr = gl.SliceLayout(1, sums)
-    sums_s = reinterpret(sums_s, gl.float32, [GROUPS, 4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    of_k = gl.sum(sums_s.load(sums), 1)  # [GROUPS,ROWS]
-    i = gl.arange(0, GROUPS, gl.SliceLayout(1, flat_sums))[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat_sums))[None, :]
-    rate = 1.0 / nonzero(gl.load(at + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32))
-    grouped = reinterpret(beta_s, gl.float32, [GROUPS, ROWS], plain2)
-    found = of_k * rate + grouped.load(flat_sums)
-    gl.store(parts + (p.to(gl.int64) * lines + line + i) * H + h, found, mask=i < left)
+        tail = gl.arange(0, C, gl.SliceLayout(1, clean))[:, None]
+        there = first + tail.to(gl.int64) * (H.to(gl.int64) * K) + gl.arange(0, W, gl.SliceLayout(0, clean))[None, :]
+        gl.store(dq + there, out_s.index(0).load(clean), mask=tail < left)
+        gl.store(dk + there, out_s.index(1).load(clean), mask=tail < left)
     tma.store_wait(0)

@@ -16,8 +16,8 @@ from .columns import TILE, block, group_of, in_second_half, none_of, ones_where,
 def far_level(q_s, k_s, p_s, m_s, rows, columns, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """A level of whole groups: columns are groups FIRST, ..., rows the COUNT groups after them. ``rows``, ``columns``: their factors.
 
-    Returns, for each row group, the terms of dq and dk, the products of q and k with them for dg, and that of k alone; for each column group,
-    the term of dk and its product with k.
+    Returns, for each row group, the terms of dq and dk and the sum of their products with q and k; for each column group, the term of dk and its
+    product with k.
     """
     kind: gl.constexpr = k_s.dtype
     X = ()
@@ -28,21 +28,17 @@ def far_level(q_s, k_s, p_s, m_s, rows, columns, FIRST: gl.constexpr, COUNT: gl.
     dq = ()
     dk = ()
     z = ()
-    z_k = ()
     for r in gl.static_range(COUNT):
-        i: gl.constexpr = FIRST + COUNT + r
-        Q = Q + ((group_of(q_s, i).to(gl.float32) * rows[r]).to(kind),)
-        R = R + ((group_of(k_s, i).to(gl.float32) * rows[r]).to(kind),)
+        Q = Q + ((group_of(q_s, FIRST + COUNT + r).to(gl.float32) * rows[r]).to(kind),)
+        R = R + ((group_of(k_s, FIRST + COUNT + r).to(gl.float32) * rows[r]).to(kind),)
         dQ = none_of(X[0])
         dR = none_of(X[0])
         for c in gl.static_range(COUNT):
-            dQ = times(X[c], block(p_s, i, FIRST + c, True), dQ)
-            dR = times(X[c], block(m_s, i, FIRST + c, True), dR)
-        own = R[r].to(gl.float32) * dR
+            dQ = times(X[c], block(p_s, FIRST + COUNT + r, FIRST + c, True), dQ)
+            dR = times(X[c], block(m_s, FIRST + COUNT + r, FIRST + c, True), dR)
         dq = dq + (dQ * rows[r],)
         dk = dk + (dR * rows[r],)
-        z = z + (Q[r].to(gl.float32) * dQ + own,)
-        z_k = z_k + (own,)
+        z = z + (Q[r].to(gl.float32) * dQ + R[r].to(gl.float32) * dR,)
     dk_c = ()
     z_c = ()
     for c in gl.static_range(COUNT):
@@ -52,15 +48,12 @@ def far_level(q_s, k_s, p_s, m_s, rows, columns, FIRST: gl.constexpr, COUNT: gl.
             dX = times(R[r], block(m_s, FIRST + c, FIRST + COUNT + r, True), dX)
         dk_c = dk_c + (dX * columns[c],)
         z_c = z_c + (X[c].to(gl.float32) * dX,)
-    return dq, dk, z, z_k, dk_c, z_c
+    return dq, dk, z, dk_c, z_c
 
 
 @gluon.jit
 def near_levels(q, k, decay, p_s, m_s, g: gl.constexpr, dq, dk, dg):
-    """Add the levels within group g, whose tiles are q, k, bfloat16, and ``decay`` [W,ROWS], to its gradients.
-
-    Returns them, and the products of k with the terms of dk in second halves.
-    """
+    """Add the levels within group g, whose tiles are q, k, bfloat16, and ``decay`` [W,ROWS], to its gradients."""
     kind: gl.constexpr = k.dtype
     a, b = rows_and_columns()
     P = block(p_s, g, g, False)
@@ -70,7 +63,6 @@ def near_levels(q, k, decay, p_s, m_s, g: gl.constexpr, dq, dk, dg):
     through = decay
     total = decay
     remaining = gl.full([decay.shape[0], decay.shape[1]], 1.0, gl.float32, TILE)
-    own = none_of(decay)
     for n in gl.static_range(4):
         second = in_second_half(n)
         factor = gl.where(second, through, remaining)
@@ -82,11 +74,9 @@ def near_levels(q, k, decay, p_s, m_s, g: gl.constexpr, dq, dk, dg):
         dX = times(Q, gl.where(split, P, none), dX)
         dq += dQ * through
         dk += dX * factor
-        z = X.to(gl.float32) * dX
-        own += gl.where(second, z, 0.0)
-        z += Q.to(gl.float32) * dQ
+        z = X.to(gl.float32) * dX + Q.to(gl.float32) * dQ
         straddles = (a >> n == b >> n) & (((a >> n) & 1 == 1) == (a >= b))
         dg = times(z.to(kind), ones_where(straddles), dg)
         if n < 3:
             through, remaining, total = widened(through, remaining, total, n)
-    return dq, dk, dg, own
+    return dq, dk, dg
