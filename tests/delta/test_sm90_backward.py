@@ -12,8 +12,6 @@ from emulated import gluon
 from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
 from penstock.delta.triton import plan
-from penstock.delta.triton.calls import Backward
-from penstock.delta.triton.forms import channels_sm90
 from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target
 
@@ -24,6 +22,8 @@ pytestmark = [
 H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
 BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
 """The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
+FLOOR = 2.0**-90
+"""Where beta is 0 it is 2^-100."""
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 OF = Delta("kda", B=1, H=1, T=150, K=128, V=128, dtype=torch.bfloat16, others=torch.float32)
@@ -67,4 +67,4 @@ def test_equal_the_oracle(case):
         if name in ("q", "k") and R > 1:
             x = x.unflatten(2, (-1, R)).double().sum(3)
         off = float((x.double() - wanted[f"d{name}"].value).norm())
-        assert off <= BUDGET * wanted[f"d{name}"].size, (name, off / wanted[f"d{name}"].size)
+        assert off <= BUDGET * wanted[f"d{name}"].size + FLOOR * x.numel(), (name, off / wanted[f"d{name}"].size)

@@ -11,39 +11,46 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ....gpu.hopper_tiles import reinterpret
+from ....gpu.hopper_tiles import reinterpret, unknown
 from .layouts import GROUPS, ROWS
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 
-
-@gluon.jit
-def group_of(tile, g: gl.constexpr):
-    """Group g of a tile of tokens [C,W] in shared memory, transposed: [W,ROWS]."""
-    x = tile.slice(ROWS * g, ROWS).permute((1, 0)).load(LEFT)
-    return gl.convert_layout(x, TILE, assert_trivial=True)
+PAIRS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))  # of a tile in float32 in shared memory: no bank conflicts for pairs of tokens
 
 
 @gluon.jit
-def groups_of(x):
-    """The four groups [W,ROWS] of a product [W,C], without moves."""
+def rounded(x):
+    """A tile in bfloat16, two values of a thread by one instruction. The compiler converts values one by one where it needs them again."""
+    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def group_of(tiles, m):
+    """Group m of a tile of tokens in shared memory, as [GROUPS,ROWS,W]; transposed: [W,ROWS]."""
+    return gl.convert_layout(tiles.index(m).permute((1, 0)).load(LEFT), TILE, assert_trivial=True)
+
+
+@gluon.jit
+def store_group(x, tiles, m):
+    """The inverse of ``group_of``, rounded to bfloat16."""
+    tiles.index(m).permute((1, 0)).store(rounded(x))
+
+
+@gluon.jit
+def store_in_groups(x, memory, first: gl.constexpr):
+    """Store a product [W,C] as tiles [W,ROWS], ``first`` and so on, of memory that is made of tiles in PAIRS."""
     W: gl.constexpr = x.shape[0]
-    x = gl.permute(gl.reshape(x, [W, 2, 2, ROWS]), (0, 2, 3, 1))
-    a, b = gl.split(x)
-    a_0, a_1 = gl.split(gl.permute(a, (0, 2, 1)))
-    b_0, b_1 = gl.split(gl.permute(b, (0, 2, 1)))
-    a_0 = gl.convert_layout(a_0, TILE, assert_trivial=True)
-    a_1 = gl.convert_layout(a_1, TILE, assert_trivial=True)
-    b_0 = gl.convert_layout(b_0, TILE, assert_trivial=True)
-    b_1 = gl.convert_layout(b_1, TILE, assert_trivial=True)
-    return a_0, a_1, b_0, b_1
+    whole = reinterpret(memory, x.dtype, [memory.shape[0] // GROUPS, GROUPS, W, ROWS], gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0]))
+    whole.index(first).store(gl.permute(gl.reshape(x, [W, GROUPS, ROWS]), (1, 0, 2)))
 
 
 @gluon.jit
 def times(x, y, acc):
-    """acc plus the product of a tile x [W,ROWS], bfloat16, with a block y [ROWS,ROWS] that is a right operand."""
+    """acc plus the product of a tile x [W,ROWS] in bfloat16 with a block y [ROWS,ROWS] that is a right operand."""
     return mma_v2(gl.convert_layout(x, LEFT, assert_trivial=True), y, acc)
 
 
@@ -62,7 +69,7 @@ def store_in_blocks(x, blocks_s):
 
 
 @gluon.jit
-def block(blocks_s, i: gl.constexpr, j: gl.constexpr, TRANSPOSED: gl.constexpr):
+def block(blocks_s, i, j, TRANSPOSED: gl.constexpr):
     """Block (i,j) of a matrix, or its transpose, as a right operand."""
     x = blocks_s.index(GROUPS * i + j)
     if TRANSPOSED:
@@ -72,14 +79,15 @@ def block(blocks_s, i: gl.constexpr, j: gl.constexpr, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def rows_and_columns():
-    """The numbers of the rows [ROWS,1] and columns [1,ROWS] of a right operand."""
-    return gl.arange(0, ROWS, gl.SliceLayout(1, RIGHT))[:, None], gl.arange(0, ROWS, gl.SliceLayout(0, RIGHT))[None, :]
+    """The numbers of the rows [ROWS,1] and columns [1,ROWS] of a right operand. Masks of them are not kept in registers over a loop."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, RIGHT))[:, None]
+    return unknown(i), unknown(gl.arange(0, ROWS, gl.SliceLayout(0, RIGHT))[None, :])
 
 
 @gluon.jit
 def ones_where(condition):
     """A right operand of ones and zeros in bfloat16."""
-    return gl.where(condition, 1.0, gl.zeros([ROWS, ROWS], gl.float32, RIGHT)).to(gl.bfloat16)
+    return gl.where(condition, gl.full([ROWS, ROWS], 1.0, gl.bfloat16, RIGHT), gl.zeros([ROWS, ROWS], gl.bfloat16, RIGHT))
 
 
 @gluon.jit
@@ -113,11 +121,10 @@ def widened(through, remaining, total, n: gl.constexpr):
 
 @gluon.jit
 def products_of_group(decay):
-    """From decays [W,ROWS]: products up to each token of the group, after it, and of the group [W]."""
+    """From decays [W,ROWS]: their products up to each token of the group, and after it."""
     through = decay
     total = decay
     remaining = gl.full([decay.shape[0], ROWS], 1.0, gl.float32, TILE)
     for n in gl.static_range(4):
         through, remaining, total = widened(through, remaining, total, n)
-    last = gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :] == ROWS - 1
-    return through, remaining, gl.sum(gl.where(last, through, 0.0), 1)
+    return through, remaining

@@ -27,14 +27,16 @@ from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpre
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, span_of
 from .columns import (
+    PAIRS,
     TILE,
     group_of,
-    groups_of,
-    none_of,
     ones_where,
     products_of_group,
+    rounded,
     rows_and_columns,
+    store_group,
     store_in_blocks,
+    store_in_groups,
     times,
 )
 from .layouts import GROUPS, ROWS, C
@@ -45,11 +47,11 @@ W = gl.constexpr(64)  # key channels of a program
 
 
 @gluon.jit
-def decays_of(g, g_t, left, n: gl.constexpr):
-    """The decays w of group n [W,ROWS], 1 after the last token."""
-    token = ROWS * n + gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :]
+def logarithms_of(g, g_t, left, m):
+    """The log2 decays of group m [W,ROWS], 0 after the last token."""
+    token = ROWS * m + gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :]
     channel = gl.arange(0, W, gl.SliceLayout(1, TILE))[:, None]
-    return exp2(gl.load(g + (token * g_t + channel), mask=(token < left) & (channel < W), other=0.0).to(gl.float32) * LOG2E)
+    return gl.load(g + (token * g_t + channel), mask=(token < left) & (channel < W), other=0.0).to(gl.float32) * LOG2E
 
 
 @gluon.jit
@@ -63,8 +65,9 @@ def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta
     rates = nonzero(gl.load(beta + token.to(gl.int64) * b_t, mask=token < left, other=0.0).to(gl.float32))
     inverse = 1.0 / rates
     T = -t_s.load(gl.DotOperandLayout(0, wide, 2)).to(gl.float32)
-    high = T.to(kind)
-    low = (T - high.to(gl.float32)).to(kind)
+    most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
+    high = most.to(kind)
+    low = (T - most).to(kind)
     R = x_s.load(wide).to(gl.float32) * inverse[:, None]
     R = warpgroup_mma(high, x_s, R)
     R = warpgroup_mma(low, x_s, R)
@@ -81,7 +84,7 @@ def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     P = warpgroup_mma(o_s, x_s.permute((1, 0)), zero, use_acc=False) * scale
     P = gl.where(i >= j, P, 0.0)
-    own_s.store(gl.sum(gl.where(i == j, P, 0.0), 1))
+    reinterpret(own_s, gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(gl.sum(gl.where(i == j, P, 0.0), 1))
     store_in_blocks(P.to(kind), p_s)
     below = warpgroup_mma(y_s, x_s.permute((1, 0)), zero, use_acc=False)
     above = warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False)
@@ -91,91 +94,62 @@ def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta
 
 
 @gluon.jit
-def state_terms(q_s, k_s, x_s, o_s, y_s, S_s, dS_s, through, remaining, total, scale):
-    """The terms of dq, dk and dg of the states, for each group [W,ROWS]."""
-    kind: gl.constexpr = k_s.dtype
+def store_state_products(memory_s, S_s, dS_s, across_s):
+    """U dS'^T, Y S^T and dO S^T, transposed and in groups, replace U, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
+    x_s = memory_s.index(0)
+    y_s = memory_s.index(1)
+    o_s = memory_s.index(2)
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([W, C], gl.float32, square)
-    T_0, T_1, T_2, T_3 = total
-    one = gl.full([W], 1.0, gl.float32, gl.SliceLayout(1, TILE))
-    before = (one, T_0, T_0 * T_1, T_0 * T_1 * T_2)
-    after = (T_1 * T_2 * T_3, T_2 * T_3, T_3, one)
     i = gl.arange(0, W, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, W, gl.SliceLayout(0, square))[None, :]
-    whole = warpgroup_mma(S_s.permute((1, 0)), dS_s, zero, use_acc=False)  # its diagonal is rowsum(S o dS')
-    whole = gl.convert_layout(gl.sum(gl.where(i == j, whole, 0.0), 1), gl.SliceLayout(1, TILE), assert_trivial=True) * (after[0] * T_0)
-    a, b = rows_and_columns()
-    D = groups_of(warpgroup_mma(dS_s.permute((1, 0)), x_s.permute((1, 0)), zero, use_acc=False))
-    dk = ()
-    dg = ()
-    earlier = gl.zeros([W], gl.float32, gl.SliceLayout(1, TILE))
-    for n in gl.static_range(GROUPS):
-        x = D[n] * (remaining[n] * after[n][:, None])
-        z = x * group_of(k_s, n).to(gl.float32)
-        dk = dk + (x,)
-        dg = dg + (times(z.to(kind), ones_where(a < b), none_of(z) + (whole + earlier)[:, None]),)
-        earlier += gl.sum(z, 1)
-    D = groups_of(warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False))
-    sums = ()
-    more = ()
-    found = ()
-    for n in gl.static_range(GROUPS):
-        x = -D[n] * (through[n] * before[n][:, None])
-        z = x * group_of(k_s, n).to(gl.float32)
-        more = more + (dk[n] + x,)
-        sums = sums + (gl.sum(z, 1),)
-        found = found + (times(z.to(kind), ones_where(a >= b), dg[n]),)
-    D = groups_of(warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False))
-    dq = ()
-    dg = ()
-    later = gl.zeros([W], gl.float32, gl.SliceLayout(1, TILE))
-    for m in gl.static_range(GROUPS):
-        x = D[GROUPS - 1 - m] * (through[GROUPS - 1 - m] * (before[GROUPS - 1 - m] * scale)[:, None])
-        z = x * group_of(q_s, GROUPS - 1 - m).to(gl.float32)
-        dq = (x,) + dq
-        dg = (times(z.to(kind), ones_where(a >= b), found[GROUPS - 1 - m] + later[:, None]),) + dg
-        later += gl.sum(z, 1) + sums[GROUPS - 1 - m]
-    return dq, more, dg
+    D = warpgroup_mma(S_s.permute((1, 0)), dS_s, zero, use_acc=False)
+    across_s.store(gl.sum(gl.where(i == j, D, 0.0), 1))
+    D_u = warpgroup_mma(dS_s.permute((1, 0)), x_s.permute((1, 0)), zero, use_acc=False)
+    D_y = warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False)
+    D_o = warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False)
+    meet()
+    d_s = reinterpret(memory_s, gl.float32, [3 * GROUPS, W, ROWS], PAIRS)
+    store_in_groups(D_u, d_s, 0)
+    store_in_groups(D_y, d_s, 1)
+    store_in_groups(D_o, d_s, 2)
+    return d_s
 
 
 @gluon.jit
-def far_terms(q_s, k_s, p_s, m_s, through, remaining, total, dq, dk, dg):
-    """Add levels 32 and 16."""
-    kind: gl.constexpr = k_s.dtype
-    a, b = rows_and_columns()
-    suffix = ones_where(a >= b)
-    prefix = ones_where(a < b)
-    rows = (through[2], through[3] * total[2][:, None])
-    columns = (remaining[0] * total[1][:, None], remaining[1])
-    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, rows, columns, 0, 2)
-    dq_2 = dq[2] + q_r[0]
-    dq_3 = dq[3] + q_r[1]
-    dk_0 = dk[0] + k_c[0]
-    dk_1 = dk[1] + k_c[1]
-    dk_2 = dk[2] + k_r[0]
-    dk_3 = dk[3] + k_r[1]
-    dg_0 = times(z_c[0].to(kind), prefix, dg[0])
-    dg_1 = times(z_c[1].to(kind), prefix, dg[1] + gl.sum(z_c[0], 1)[:, None])
-    dg_2 = times(z[0].to(kind), suffix, dg[2] + gl.sum(z[1], 1)[:, None])
-    dg_3 = times(z[1].to(kind), suffix, dg[3])
-    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[1],), (remaining[0],), 0, 1)
-    dq_1 = dq[1] + q_r[0]
-    dk_0 += k_c[0]
-    dk_1 += k_r[0]
-    dg_0 = times(z_c[0].to(kind), prefix, dg_0)
-    dg_1 = times(z[0].to(kind), suffix, dg_1)
-    q_r, k_r, z, k_c, z_c = far_level(q_s, k_s, p_s, m_s, (through[3],), (remaining[2],), 2, 1)
-    dq_3 += q_r[0]
-    dk_2 += k_c[0]
-    dk_3 += k_r[0]
-    dg_2 = times(z_c[0].to(kind), prefix, dg_2)
-    dg_3 = times(z[0].to(kind), suffix, dg_3)
-    return (dq[0], dq_1, dq_2, dq_3), (dk_0, dk_1, dk_2, dk_3), (dg_0, dg_1, dg_2, dg_3)
+def decays_around(totals_s, m):
+    """The decays of all groups before group m, of all after it, and that of level 32 between it and the middle: [W] each."""
+    row: gl.constexpr = gl.SliceLayout(1, TILE)
+    before = gl.full([W], 1.0, gl.float32, row)
+    after = gl.full([W], 1.0, gl.float32, row)
+    middle = gl.full([W], 1.0, gl.float32, row)
+    for n in gl.static_range(GROUPS):
+        one = totals_s.index(n).load(row)
+        before = gl.where(m > n, before * one, before)
+        after = gl.where(m < n, after * one, after)
+        if n == 1:
+            middle = gl.where(m == 0, one, middle)
+        if n == 2:
+            middle = gl.where(m == 3, one, middle)
+    return before, after, middle
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H", "R"])
+@gluon.jit
+def state_terms(d_s, q, k, through, remaining, before, after, scale, m):
+    """For group m, the terms of the states of dq, of dk from later tokens and from earlier ones, and their products with q and k."""
+    D_u = d_s.index(m).load(TILE)
+    D_y = d_s.index(GROUPS + m).load(TILE)
+    D_o = d_s.index(2 * GROUPS + m).load(TILE)
+    read = through * before[:, None]
+    dq = D_o * (read * scale)
+    dk = -D_y * read
+    db = D_u * (remaining * after[:, None])
+    return dq, dk, db, q.to(gl.float32) * dq + k.to(gl.float32) * dk, k.to(gl.float32) * db
+
+
+@gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_gradients_sm90(
-    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, dq, dk, dg, dbeta, cu_seqlens,
+    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta, cu_seqlens,
     scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T, M = -Y U^T.
@@ -189,6 +163,7 @@ def penstock_kda_gradients_sm90(
     kind: gl.constexpr = q_tiles.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    row: gl.constexpr = gl.SliceLayout(1, TILE)
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.program_id(1)
     p = gl.program_id(0) % PARTS
@@ -201,88 +176,132 @@ def penstock_kda_gradients_sm90(
     if left <= 0:
         return
     line = b * T + begin + done
-    row = line.to(gl.int32)
+    line_32 = line.to(gl.int32)
     place = slot * H + h
-    x_s = gl.allocate_shared_memory(kind, [C, V], x_tiles.layout)
-    o_s = gl.allocate_shared_memory(kind, [C, V], o_tiles.layout)
-    y_s = gl.allocate_shared_memory(kind, [C, V], y_tiles.layout)
+    memory_s = gl.allocate_shared_memory(kind, [3, C, V], x_tiles.layout)
+    x_s = memory_s.index(0)
+    y_s = memory_s.index(1)
+    o_s = memory_s.index(2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], t_tiles.layout)
-    q_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
-    k_s = gl.allocate_shared_memory(kind, [C, W], k_tiles.layout)
+    q_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], k_tiles.layout)
     S_s = gl.allocate_shared_memory(kind, [V, W], S_tiles.layout)
     dS_s = gl.allocate_shared_memory(kind, [V, W], dS_tiles.layout)
     m_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
-    own_s = gl.allocate_shared_memory(gl.float32, [C], flat)
+    own_s = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat)
+    whole_q = reinterpret(q_s, kind, [C, W], q_tiles.layout)
+    whole_k = reinterpret(k_s, kind, [C, W], k_tiles.layout)
     loaded = barriers(3, 1)
     fence_async_shared()
     meet()
     mbarrier.expect(loaded.index(0), 3 * x_tiles.block_type.nbytes + t_tiles.block_type.nbytes)
     async_load(t_tiles, [place * C, 0], loaded.index(0), t_s)
     async_load(x_tiles, [place * C, 0], loaded.index(0), x_s)
-    async_load(o_tiles, [row, h * V], loaded.index(0), o_s)
-    async_load(y_tiles, [row, h * V], loaded.index(0), y_s)
+    async_load(o_tiles, [line_32, h * V], loaded.index(0), o_s)
+    async_load(y_tiles, [line_32, h * V], loaded.index(0), y_s)
     mbarrier.expect(loaded.index(1), 2 * S_tiles.block_type.nbytes)
     async_load(S_tiles, [place * V, p * W], loaded.index(1), S_s)
     async_load(dS_tiles, [place * V, p * W], loaded.index(1), dS_s)
     mbarrier.expect(loaded.index(2), 2 * q_tiles.block_type.nbytes)
-    async_load(q_tiles, [row, h // R * K + p * W], loaded.index(2), q_s)
-    async_load(k_tiles, [row, h // R * K + p * W], loaded.index(2), k_s)
+    async_load(q_tiles, [line_32, h // R * K + p * W], loaded.index(2), whole_q)
+    async_load(k_tiles, [line_32, h // R * K + p * W], loaded.index(2), whole_k)
 
+    g += b * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + p * W
+    beta += b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    total = ()
+    for n in gl.static_range(GROUPS):
+        total = total + (exp2(gl.sum(logarithms_of(g, g_t, left, n), 1)),)
     mbarrier.wait(loaded.index(0), 0)
     if left < C:
         zero_rows_from(o_s, left, clean)
         zero_rows_from(y_s, left, clean)
-        meet()
     fence_async_shared()
     meet()
     p_s = reinterpret(t_s, kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
-    beta += b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
     store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
-
-    g += b * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + p * W
-    through = ()
-    remaining = ()
-    total = ()
-    for m in gl.static_range(GROUPS):
-        one, other, whole = products_of_group(decays_of(g, g_t, left, m))
-        through = through + (one,)
-        remaining = remaining + (other,)
-        total = total + (whole,)
     mbarrier.wait(loaded.index(1), 0)
+    across_s = gl.allocate_shared_memory(gl.float32, [W], flat)
+    d_s = store_state_products(memory_s, S_s, dS_s, across_s)
+    meet()  # S_s and dS_s are free
+
+    far_k = reinterpret(S_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)  # of levels 32 and 16
+    far_q = reinterpret(dS_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)
+    sums_s = reinterpret(far_q.index(GROUPS), gl.float32, [2 * GROUPS, W], flat)
+    totals_s = reinterpret(far_q.index(GROUPS + 1), gl.float32, [GROUPS, W], flat)
+    for n in gl.static_range(GROUPS):
+        totals_s.index(n).store(total[n])
     mbarrier.wait(loaded.index(2), 0)
     if left < C:
-        zero_rows_from(q_s, left, clean)
-        zero_rows_from(k_s, left, clean)
-        meet()
-    d_q, d_k, d_g = state_terms(q_s, k_s, x_s, o_s, y_s, S_s, dS_s, through, remaining, total, scale)
-    d_q, d_k, d_g = far_terms(q_s, k_s, p_s, m_s, through, remaining, total, d_q, d_k, d_g)
-    meet()  # x_s and y_s are free
-    if V == 2 * W:
-        out_s = reinterpret(y_s, kind, [2, C, W], q_tiles.layout)
-    else:
-        out_s = gl.allocate_shared_memory(kind, [2, C, W], q_tiles.layout)
+        zero_rows_from(whole_q, left, clean)
+        zero_rows_from(whole_k, left, clean)
+    meet()
+    logarithms = logarithms_of(g, g_t, left, 0)
+    for m in range(GROUPS):
+        coming = logarithms_of(g, g_t, left, (m + 1) % GROUPS)
+        Q = group_of(q_s, m)
+        X = group_of(k_s, m)
+        through, remaining = products_of_group(exp2(logarithms))
+        before, after, middle = decays_around(totals_s, m)
+        dq_m, dk_m, db_m, z_r, z_c = state_terms(d_s, Q, X, through, remaining, before, after, scale, m)
+        sums_s.index(m).store(gl.sum(z_r, 1))
+        sums_s.index(GROUPS + m).store(gl.sum(z_c, 1))
+        Y = X.to(gl.float32)
+        store_group(Y * (gl.where(m > 1, through, remaining) * middle[:, None]), far_k, m)
+        store_group(Y * gl.where(m % 2 == 1, through, remaining), far_k, GROUPS + m)
+        Y = Q.to(gl.float32) * through
+        if m > 1:
+            store_group(Y * middle[:, None], far_q, m % 2)
+        if m % 2 == 1:
+            store_group(Y, far_q, 2 + m // 2)
+        logarithms = coming
+    meet()
+    across = across_s.load(row)
+    for n in gl.static_range(GROUPS):
+        across *= totals_s.index(n).load(row)
+    r, c = rows_and_columns()
+    beside = gl.zeros([W], gl.float32, row)
     first = (line * H + h) * K + p * W
     token = gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :]
     channel = gl.arange(0, W, gl.SliceLayout(1, TILE))[:, None]
-    for m in gl.static_range(GROUPS):
+    for n in range(GROUPS):
+        m = n ^ (n >> 1)  # 0, 1, 3, 2: of the groups of a half of the chunk, that which is farther from the middle first
+        then = (n + 1) % GROUPS
+        coming = logarithms_of(g, g_t, left, then ^ (then >> 1))
         Q = group_of(q_s, m)
-        Kt = group_of(k_s, m)
-        dq_m, dk_m, dg_m = near_levels(Q, Kt, decays_of(g, g_t, left, m), p_s, m_s, m, d_q[m], d_k[m], d_g[m])
-        e = own_s.slice(ROWS * m, ROWS).load(gl.SliceLayout(0, TILE))[None, :]
-        dq_m += e * Kt.to(gl.float32)
-        dk_m += e * Q.to(gl.float32)
-        out_s.index(0).slice(ROWS * m, ROWS).permute((1, 0)).store(dq_m.to(kind))
-        out_s.index(1).slice(ROWS * m, ROWS).permute((1, 0)).store(dk_m.to(kind))
+        X = group_of(k_s, m)
+        dq_m, dk_m, dg_m, through, remaining = near_levels(Q, X, exp2(logarithms), p_s, m_s, m)
+        before, after, middle = decays_around(totals_s, m)
+        suffix = ones_where(r >= c)
+        prefix = ones_where(r < c)
+        dQ, dX, z = far_level(far_q, far_k, p_s, m_s, m, m ^ 1, 1)
+        dq_m += dQ * through
+        dk_m += dX * gl.where(m % 2 == 1, through, remaining)
+        dg_m = times(rounded(z), gl.where(m % 2 == 1, suffix, prefix), dg_m)
+        dQ, dX, z = far_level(far_q, far_k, p_s, m_s, m, (m & 2) ^ 2, 2)
+        dq_m += dQ * (through * middle[:, None])
+        dk_m += dX * (gl.where(m > 1, through, remaining) * middle[:, None])
+        constant = across + gl.where(n % 2 == 1, beside, 0.0)
+        beside = gl.sum(z, 1)
+        for j in gl.static_range(GROUPS):
+            constant += gl.where(m < j, sums_s.index(j).load(row), 0.0) + gl.where(m > j, sums_s.index(GROUPS + j).load(row), 0.0)
+        dg_m = times(rounded(z), gl.where(m > 1, suffix, prefix), dg_m + constant[:, None])
+        dq, dk, db, z_r, z_c = state_terms(d_s, Q, X, through, remaining, before, after, scale, m)
+        dg_m = times(rounded(z_r), suffix, dg_m)
+        dg_m = times(rounded(z_c), prefix, dg_m)
+        e = own_s.index(m).load(gl.SliceLayout(0, TILE))[None, :]
+        store_group(dq_m + dq + e * X.to(gl.float32), q_s, m)
+        store_group(dk_m + dk + db + e * Q.to(gl.float32), k_s, m)
         where = (ROWS * m + token).to(gl.int64) * (H.to(gl.int64) * K) + channel
-        gl.store(dg + first + where, dg_m.to(dg.dtype.element_ty), mask=(ROWS * m + token < left) & (channel < W))
+        gl.store(d_decay + first + where, dg_m.to(d_decay.dtype.element_ty), mask=(ROWS * m + token < left) & (channel < W))
+        logarithms = coming
     fence_async_shared()
     meet()
     if left == C:
-        async_store(dq_tiles, [row, h * K + p * W], out_s.index(0))
-        async_store(dk_tiles, [row, h * K + p * W], out_s.index(1))
+        async_store(dq_tiles, [line_32, h * K + p * W], whole_q)
+        async_store(dk_tiles, [line_32, h * K + p * W], whole_k)
     else:
-        tail = gl.arange(0, C, gl.SliceLayout(1, clean))[:, None]
-        there = first + tail.to(gl.int64) * (H.to(gl.int64) * K) + gl.arange(0, W, gl.SliceLayout(0, clean))[None, :]
-        gl.store(dq + there, out_s.index(0).load(clean), mask=tail < left)
-        gl.store(dk + there, out_s.index(1).load(clean), mask=tail < left)
+        i = gl.arange(0, C, gl.SliceLayout(1, clean))[:, None]
+        there = first + i.to(gl.int64) * (H.to(gl.int64) * K) + gl.arange(0, W, gl.SliceLayout(0, clean))[None, :]
+        gl.store(d_query + there, whole_q.load(clean), mask=i < left)
+        gl.store(d_key + there, whole_k.load(clean), mask=i < left)
     tma.store_wait(0)

@@ -1,7 +1,7 @@
 """Gradients of the dyadic levels of a chunk of KDA on Hopper, in Gluon. See ``gradients.py`` for the formulas.
 
-P is the gradient of the pair matrix of q and k, scaled, and M that of k and k with its transpose. A level takes from P and M the pairs that
-it splits. Tiles are transposed, see ``columns.py``.
+P is the gradient of the pair matrix of q and k, scaled, 0 above the diagonal, and M that of k and k with its transpose. A level takes from P
+and M the pairs that it splits. Tiles are transposed, see ``columns.py``.
 """
 
 from __future__ import annotations
@@ -9,65 +9,31 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .columns import TILE, block, group_of, in_second_half, none_of, ones_where, rows_and_columns, times, widened
+from .columns import TILE, block, group_of, in_second_half, none_of, ones_where, rounded, rows_and_columns, times, widened
+from .layouts import GROUPS
 
 
 @gluon.jit
-def far_level(q_s, k_s, p_s, m_s, rows, columns, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """A level of whole groups: columns are groups FIRST, ..., rows the COUNT groups after them. ``rows``, ``columns``: their factors.
+def near_levels(q, k, decay, p_s, m_s, m):
+    """The levels within group m, whose tiles are q, k, bfloat16, and ``decay`` [W,ROWS]: terms of dq, dk, dg.
 
-    Returns, for each row group, the terms of dq and dk and the sum of their products with q and k; for each column group, the term of dk and its
-    product with k.
+    Also returns the products of decays up to each token of the group, and after it.
     """
-    kind: gl.constexpr = k_s.dtype
-    X = ()
-    for c in gl.static_range(COUNT):
-        X = X + ((group_of(k_s, FIRST + c).to(gl.float32) * columns[c]).to(kind),)
-    Q = ()
-    R = ()
-    dq = ()
-    dk = ()
-    z = ()
-    for r in gl.static_range(COUNT):
-        Q = Q + ((group_of(q_s, FIRST + COUNT + r).to(gl.float32) * rows[r]).to(kind),)
-        R = R + ((group_of(k_s, FIRST + COUNT + r).to(gl.float32) * rows[r]).to(kind),)
-        dQ = none_of(X[0])
-        dR = none_of(X[0])
-        for c in gl.static_range(COUNT):
-            dQ = times(X[c], block(p_s, FIRST + COUNT + r, FIRST + c, True), dQ)
-            dR = times(X[c], block(m_s, FIRST + COUNT + r, FIRST + c, True), dR)
-        dq = dq + (dQ * rows[r],)
-        dk = dk + (dR * rows[r],)
-        z = z + (Q[r].to(gl.float32) * dQ + R[r].to(gl.float32) * dR,)
-    dk_c = ()
-    z_c = ()
-    for c in gl.static_range(COUNT):
-        dX = none_of(X[0])
-        for r in gl.static_range(COUNT):
-            dX = times(Q[r], block(p_s, FIRST + COUNT + r, FIRST + c, False), dX)
-            dX = times(R[r], block(m_s, FIRST + c, FIRST + COUNT + r, True), dX)
-        dk_c = dk_c + (dX * columns[c],)
-        z_c = z_c + (X[c].to(gl.float32) * dX,)
-    return dq, dk, z, dk_c, z_c
-
-
-@gluon.jit
-def near_levels(q, k, decay, p_s, m_s, g: gl.constexpr, dq, dk, dg):
-    """Add the levels within group g, whose tiles are q, k, bfloat16, and ``decay`` [W,ROWS], to its gradients."""
-    kind: gl.constexpr = k.dtype
     a, b = rows_and_columns()
-    P = block(p_s, g, g, False)
-    transposed = block(p_s, g, g, True)
-    M = block(m_s, g, g, True)
+    P = block(p_s, m, m, False)
+    transposed = block(p_s, m, m, True)
+    M = block(m_s, m, m, True)
     none = gl.zeros_like(P)
     through = decay
     total = decay
     remaining = gl.full([decay.shape[0], decay.shape[1]], 1.0, gl.float32, TILE)
+    dq = none_of(decay)
+    dk = none_of(decay)
+    dg = none_of(decay)
     for n in gl.static_range(4):
-        second = in_second_half(n)
-        factor = gl.where(second, through, remaining)
-        Q = (q.to(gl.float32) * through).to(kind)
-        X = (k.to(gl.float32) * factor).to(kind)
+        factor = gl.where(in_second_half(n), through, remaining)
+        Q = rounded(q.to(gl.float32) * through)
+        X = rounded(k.to(gl.float32) * factor)
         split = (a ^ b) >> n == 1
         dQ = times(X, gl.where(split, transposed, none), none_of(decay))
         dX = times(X, gl.where(split, M, none), none_of(decay))
@@ -76,7 +42,28 @@ def near_levels(q, k, decay, p_s, m_s, g: gl.constexpr, dq, dk, dg):
         dk += dX * factor
         z = X.to(gl.float32) * dX + Q.to(gl.float32) * dQ
         straddles = (a >> n == b >> n) & (((a >> n) & 1 == 1) == (a >= b))
-        dg = times(z.to(kind), ones_where(straddles), dg)
-        if n < 3:
-            through, remaining, total = widened(through, remaining, total, n)
-    return dq, dk, dg
+        dg = times(rounded(z), ones_where(straddles), dg)
+        through, remaining, total = widened(through, remaining, total, n)
+    return dq, dk, dg, through, remaining
+
+
+@gluon.jit
+def far_level(tiles_q, tiles_k, p_s, m_s, m, first, COUNT: gl.constexpr):
+    """A level of whole groups, for group m: ``first`` and COUNT - 1 groups after it are the other half.
+
+    ``tiles_k`` [2 GROUPS,ROWS,W] and ``tiles_q`` [GROUPS,ROWS,W], of second halves: tiles of levels 32 (COUNT = 2) and 16 (COUNT = 1). Returns
+    the gradients of those of group m and the sum of their products. A group in a first half takes any tile of q: P is 0 above the diagonal.
+    """
+    SHIFT: gl.constexpr = 2 - COUNT  # of the number of a group with a tile of q
+    K: gl.constexpr = GROUPS * SHIFT
+    Q: gl.constexpr = 2 * SHIFT
+    own = group_of(tiles_k, K + m)
+    dQ = none_of(own)
+    dX = none_of(own)
+    for c in gl.static_range(COUNT):
+        X = group_of(tiles_k, K + first + c)
+        other = group_of(tiles_q, Q + (((first + c) >> SHIFT) & 1))
+        dQ = times(X, block(p_s, m, first + c, True), dQ)
+        dX = times(X, block(m_s, m, first + c, True), dX)
+        dX = times(other, block(p_s, first + c, m, False), dX)
+    return dQ, dX, group_of(tiles_q, Q + ((m >> SHIFT) & 1)).to(gl.float32) * dQ + own.to(gl.float32) * dX

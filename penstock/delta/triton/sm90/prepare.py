@@ -24,7 +24,6 @@ from .layouts import GROUPS, ROWS, C, by_group, by_token, spread
 from .pairs import added, widened, widened_to_groups
 
 
-
 @gluon.jit
 def store_group_sums(g, part, W: gl.constexpr):
     """Store the sums of a tile of decays [C,W] over the tokens of each group, log2, in ``part`` [GROUPS,W]."""
@@ -176,7 +175,7 @@ def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W: gl.c
     return (D_q, near_q, far_q), (D_k, near_k, far_k)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H", "R"])
+@gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_sm90(
     q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, t_tiles, beta, totals, cu_seqlens, scale,
     N, T, H, R, b_b, b_t, b_h, K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,

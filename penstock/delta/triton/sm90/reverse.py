@@ -30,7 +30,7 @@ def load_step(tiles, rings, bars, place, m):
     load_tiles(tiles, rings, bars, ([at, 0], [row + c * C, value_column], [at, 0], [at, 0], [at, 0]), m, m < chunks)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H"])
+@gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
 def penstock_kda_reverse_sm90(
     b_tiles, o_tiles, a_tiles, q_tiles, k_tiles, y_tiles, dS_tiles, beta, totals, d_final_state, d_values, d_initial_state, cu_seqlens,
     N, T, H, b_b, b_t, b_h, s_n, s_h, s_k, s_v,

@@ -33,7 +33,7 @@ def load_chunk(tiles, rings, bars, place, c):
     load_tiles(tiles, rings, bars, ([at, 0], [at, 0], [row + c * C, value_column]), c, c < chunks)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H"])
+@gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
 def penstock_kda_states_sm90(
     k_tiles, b_tiles, v_tiles, x_tiles, S_tiles, beta, totals, initial_state, cu_seqlens, N, T, H, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, PACKED: gl.constexpr,
