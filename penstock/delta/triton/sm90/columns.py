@@ -18,7 +18,9 @@ TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 
-PAIRS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 2, [1, 0]))  # of a tile in float32 in shared memory: no bank conflicts for pairs of tokens
+PAIRS = gl.constexpr(
+    gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+)  # of a tile in float32 in shared memory: no bank conflicts for pairs of tokens
 
 
 @gluon.jit

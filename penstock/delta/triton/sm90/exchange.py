@@ -21,7 +21,7 @@ def acquired(count):
 
 @gluon.jit
 def wait_for_count(count, wanted):
-    """Wait until the count at an address is at least ``wanted``. Copies that are started afterwards read what was written before."""
+    """Wait until the count at an address is at least ``wanted``. Copies that are started afterwards see what happened before."""
     found = acquired(count)
     while found < wanted:
         found = acquired(count)
@@ -29,27 +29,9 @@ def wait_for_count(count, wanted):
 
 
 @gluon.jit
-def count_of(count):
-    """The count at an address, from a load that need not be complete yet. What was written before is not visible for that."""
-    asm: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
-    return gl.inline_asm_elementwise(asm, "=r,l", [count.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_room(found, count, wanted):
-    """Wait until the count is at least ``wanted``. ``found``: the result of ``count_of``. Copies that are started afterwards may overwrite."""
-    while found < wanted:
-        found = count_of(count)
-
-
-@gluon.jit
-def wait_for_copies(x, PENDING: gl.constexpr):
-    """Wait until all copies to memory but the last PENDING are complete there. x: any integer."""
-    if PENDING == 0:
-        asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-    else:
-        gl.static_assert(PENDING == 2)
-        asm: gl.constexpr = "cp.async.bulk.wait_group 2; mov.b32 $0, $1;"
+def wait_for_copies(x):
+    """Wait until all copies to memory are complete there. x: any integer."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -32,31 +32,21 @@ def by_group(W):
 
 
 @gluon.jit
-def of_partner(x, n: gl.constexpr):
-    """Of each token of a tile [C,W], the value of the token whose number differs in bit n, n < 3: a shuffle between lanes."""
-    gl.static_assert(n < 3)
-    if n == 0:
-        asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;"
-    elif n == 1:
-        asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 8, 31, -1;"
+def of_partner(x, n: gl.constexpr, layout: gl.constexpr):
+    """Of each token of a tile [C,W], the value of the token whose number differs in bit n: a shuffle between lanes, or other registers."""
+    if n == 3:
+        W: gl.constexpr = x.shape[1]
+        a, b = gl.split(gl.permute(gl.reshape(x, [GROUPS, 2, 8, W]), (0, 2, 3, 1)))
+        x = gl.reshape(gl.permute(gl.join(b, a), (0, 3, 1, 2)), [C, W])
+        return gl.convert_layout(x, layout, assert_trivial=True)
     else:
-        asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 16, 31, -1;"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def halves_of_groups(x):
-    """The first and the last 8 tokens of each group of a tile [C,W]: two tensors [GROUPS,8,W], without moves between threads."""
-    W: gl.constexpr = x.shape[1]
-    return gl.split(gl.permute(gl.reshape(x, [GROUPS, 2, 8, W]), (0, 2, 3, 1)))
-
-
-@gluon.jit
-def whole_groups(a, b, layout: gl.constexpr):
-    """The inverse of ``halves_of_groups``."""
-    W: gl.constexpr = a.shape[2]
-    x = gl.reshape(gl.permute(gl.join(a, b), (0, 3, 1, 2)), [C, W])
-    return gl.convert_layout(x, layout, assert_trivial=True)
+        if n == 0:
+            asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;"
+        elif n == 1:
+            asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 8, 31, -1;"
+        else:
+            asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 16, 31, -1;"
+        return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -20,8 +20,8 @@ from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpre
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, span_of
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
-from .layouts import GROUPS, ROWS, C, by_group, by_token, spread
-from .pairs import added, widened, widened_to_groups
+from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
+from .pairs import added, exchanged
 
 
 @gluon.jit
@@ -34,18 +34,26 @@ def store_group_sums(g, part, W: gl.constexpr):
 
 
 @gluon.jit
-def memory_of_factors(W: gl.constexpr):
-    """Memory [GROUPS,W] for factors of groups: decays before it, for q with scale, and for k; after it; of level 32 for rows and for columns.
+def memory_of_factors(PARTS: gl.constexpr, W: gl.constexpr):
+    """Memory [PARTS,GROUPS,W] for factors of groups: decays before, for q with scale, and for k; after; of level 32, for rows and columns.
 
-    Each has its own: between stores to one allocation, Triton synchronizes all warps.
+    Each has its own: between stores to one allocation, Triton synchronizes all warps. Those for rows are of two chunks: ``prepare`` reads
+    them after it released the memory of inputs, when those of the next chunk may be stored.
     """
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    a = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    b = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    c = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    d = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    e = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    a = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [2 * PARTS, GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
     return a, b, c, d, e
+
+
+@gluon.jit
+def factors_of(factors_s, p, phase):
+    """The memory [GROUPS,W] of part p of an even or odd chunk."""
+    rows = factors_s[3].index(phase * factors_s[0].shape[0] + p)
+    return factors_s[0].index(p), factors_s[1].index(p), factors_s[2].index(p), rows, factors_s[4].index(p)
 
 
 @gluon.jit
@@ -118,72 +126,77 @@ def no_pairs():
 
 
 @gluon.jit
-def pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, of_q, of_k, W: gl.constexpr):
-    """Add the products of W channels to the blocks of A_q and A_k, without scale and beta.
+def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: gl.constexpr):
+    """Add the products of W channels within groups to the blocks on the diagonal of A_q and A_k, without scale and beta.
 
-    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t, and ``rest`` gets k o w_{s+1} ... w_64.
+    q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t; ``rest`` gets k o w_{s+1} ... w_64; ``near_s`` and ``far_s`` get the
+    columns of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32.
+
+    At each level a token has two factors: ``decay`` is that of its half, from the middle or to the middle; ``other`` is the other one.
     """
     kind: gl.constexpr = q.dtype
     layout: gl.constexpr = by_token(W)
     grouped: gl.constexpr = by_group(W)
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
-    D_q, near_q, far_q = of_q
-    D_k, near_k, far_k = of_k
     Q = q.load(layout)
     Kt = k.load(layout)
-    through = exp2(g.load(layout).to(gl.float32) * LOG2E)
-    total = through
-    remaining = gl.full([C, W], 1.0, gl.float32, layout)
-    Qf = Q.to(gl.float32)
-    Kf = Kt.to(gl.float32)
+    total = exp2(g.load(layout).to(gl.float32) * LOG2E)
+    second = (i & 1)[:, None] == 1
+    decay = gl.where(second, total, 1.0)
+    other = gl.where(second, 1.0, total)
     D_q = added(D_q, Q, Kt, a == b, inner)
+    Q = Q.to(gl.float32)
+    Kt = Kt.to(gl.float32)
     for n in gl.static_range(4):
-        second = ((i >> n) & 1)[:, None] == 1
-        X_q = (Qf * through).to(kind)
-        if n == 0:
-            X_k = gl.where(second, (Kf * through).to(kind), Kt)
-        else:
-            X_k = (Kf * gl.where(second, through, remaining)).to(kind)
+        X_q = (Q * decay).to(kind)
+        X_k = (Kt * decay).to(kind)
         split = ((a ^ b) >> n == 1) & (a > b)
         D_q = added(D_q, X_q, X_k, split, inner)
         D_k = added(D_k, X_k, X_k, split, inner)
+        across = of_partner(total, n, layout)
+        decay *= across
         if n < 3:
-            through, remaining, total = widened(through, remaining, total, n, layout)
+            total *= across
+            decay, other = exchanged(decay, other, ((i >> n ^ i >> n + 1) & 1)[:, None] == 1)
         else:
-            through, remaining = widened_to_groups(through, remaining, total, layout)
-    Qf *= through
-    Kt = Kf * through
-    remaining = Kf * remaining
+            decay, other = exchanged(decay, other, ((i >> n) & 1)[:, None] == 0)  # up to each token, and after it
+    Q *= decay
+    remaining = Kt * other
+    Kt *= decay
     near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
     far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
     rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(gl.float16))
-    q.store((Qf * spread(factors_s[0], W, layout, grouped)).to(kind))
+    q.store((Q * spread(factors_s[0], W, layout, grouped)).to(kind))
     k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
-    meet()
-    X_q = Qf.to(kind)
-    X_k = Kt.to(kind)
-    near_q = near(X_q, near_s, near_q, paired)
-    near_k = near(X_k, near_s, near_k, paired)
-    rows = spread(factors_s[3], W, layout, grouped)
-    far_q = far((Qf * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
+    return D_q, D_k, Q, Kt
+
+
+@gluon.jit
+def far_pairs(Q, Kt, near_s, far_s, rows_s, near_q, near_k, far_q, far_k, kind: gl.constexpr, W: gl.constexpr):
+    """Add the products of W channels between groups: those of level 16 and of level 32. ``rows_s``: factors of rows of level 32."""
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    near_q = near(Q.to(kind), near_s, near_q, paired)
+    near_k = near(Kt.to(kind), near_s, near_k, paired)
+    rows = spread(rows_s, W, by_token(W), by_group(W))
+    far_q = far((Q * rows).to(kind), far_s, 0, 2 * ROWS, far_q, narrow)
     far_k = far((Kt * rows).to(kind), far_s, 0, 2 * ROWS, far_k, narrow)
-    return (D_q, near_q, far_q), (D_k, near_k, far_k)
+    return near_q, near_k, far_q, far_k
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_sm90(
-    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, t_tiles, beta, totals, cu_seqlens, scale,
-    N, T, H, R, b_b, b_t, b_h, K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr,
 ):  # fmt: skip
-    """A, A_k T, B^T, q and k o w_1 ... w_t, and total of a chunk.
+    """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
-    [slots,H,C,C] in the dtype of q, A_k T [slots,H,C,C] in float16 and total [slots,H,K] in float32. Program (head, slot of a chunk): all of it.
+    [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk,
+    head): all of it.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -195,8 +208,8 @@ def penstock_kda_prepare_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    slot = gl.program_id(1)
-    h = gl.program_id(0)
+    slot = gl.program_id(0) // H
+    h = gl.program_id(0) % H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     b = n.to(gl.int64)
     if PACKED:
@@ -213,7 +226,7 @@ def penstock_kda_prepare_sm90(
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
     part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    factors_s = memory_of_factors(W)
+    factors_s = memory_of_factors(1, W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
     meet()
@@ -233,14 +246,21 @@ def penstock_kda_prepare_sm90(
             zero_rows_from(q_s.index(p), left, clean)
             zero_rows_from(k_s.index(p), left, clean)
             zero_rows_from(g_s.index(p), left, clean)
-    of_q = no_pairs()
-    of_k = no_pairs()
+    D_q, near_q, far_q = no_pairs()
+    D_k, near_k, far_k = no_pairs()
     for p in range(PARTS):
+        factors = factors_of(factors_s, 0, p & 1)
         store_group_sums(g_s.index(p), part_s, W)
         meet()
-        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
+        store_factors(part_s, factors, totals + place * K + p * W, scale, W)
         meet()
-        of_q, of_k = pairs_and_tiles(q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, of_q, of_k, W)
+        D_q, D_k, Q, Kt = near_pairs_and_tiles(
+            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors, D_q, D_k, W
+        )
+        meet()
+        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors[3], near_q, near_k, far_q, far_k, kind, W)
+    of_q = (D_q, near_q, far_q)
+    of_k = (D_k, near_k, far_k)
     fence_async_shared()
     meet()
     to = (place * C).to(gl.int32)
@@ -254,7 +274,6 @@ def penstock_kda_prepare_sm90(
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     pairs = assembled(of_k, narrow, mma)
     A = pairs * -rates[:, None]
-    pairs = gl.convert_layout(pairs.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
     N_s.store(A.to(gl.float16))
     store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
@@ -263,15 +282,18 @@ def penstock_kda_prepare_sm90(
     A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
     A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
-    pairs = warpgroup_mma(pairs, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
     a_s = reinterpret(N_s, kind, [C, C], half)
     a_s.store(A.to(kind))
-    pairs_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-    pairs_s.store(pairs.to(gl.float16))
+    if REMOVALS:
+        removals = gl.convert_layout(pairs.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+        removals = warpgroup_mma(removals, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        removals_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+        removals_s.store(removals.to(gl.float16))
     fence_async_shared()
     meet()
     async_store(a_tiles, [to, 0], a_s)
-    async_store(t_tiles, [to, 0], pairs_s)
+    if REMOVALS:
+        async_store(r_tiles, [to, 0], removals_s)
     for p in gl.static_range(PARTS):
         B = warpgroup_mma(t_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
         b_s = reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout)

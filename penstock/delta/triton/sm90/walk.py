@@ -97,19 +97,20 @@ def penstock_kda_walk_sm90(
     channel = gl.arange(0, K, line)
     token = gl.arange(0, C, line)
     totals += first_chunk * K + channel
-    beta += b * b_b + row * b_t + head * b_h + token.to(gl.int64) * b_t
+    beta += b * b_b + row * b_t + head * b_h
     column = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
     line_of = gl.arange(0, BV, gl.SliceLayout(1, out_mma))[:, None]
     step = H.to(gl.int64) * K
     total_s.index(0).store(gl.load(totals, mask=channel * 0 < chunks, other=0.0))
-    rate_s.index(0).store(gl.load(beta, mask=token < tokens, other=0.0).to(gl.float32))
+    rate_s.index(0).store(gl.load(beta + token.to(gl.int64) * b_t, mask=token < tokens, other=0.0).to(gl.float32))
     output += ((b * T + row) * H + head) * V + vb * BV
     for c in range(chunks):
         s = c % STAGES
         t = c * C
         phase = (c // STAGES) & 1
         coming = gl.load(totals + (c + 1) * step, mask=channel * 0 + c + 1 < chunks, other=0.0)
-        rates = gl.load(beta + (c + 1) * C * b_t.to(gl.int64), mask=t + C + token < tokens, other=0.0).to(gl.float32)
+        later = t + C + token
+        rates = gl.load(beta + later.to(gl.int64) * b_t, mask=later < tokens, other=0.0).to(gl.float32)
         L = gl.convert_layout(S.to(kind), left, assert_trivial=True)
         mbarrier.wait(bars[0].index(s), phase)
         Y = gl.zeros([BV, C], gl.float32, out_mma)
