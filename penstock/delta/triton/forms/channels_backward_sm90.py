@@ -28,10 +28,10 @@ def refuses(call: Backward) -> str | None:
 
 
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``. The forward pass keeps nothing: tiles, X and states are computed again.
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``. The forward pass keeps nothing but its inputs.
 
-    ``prepare``: A, A_k T, B^T and q, k with factors, all chunks in parallel. ``states``: X and the states before chunks. ``reverse``: dv and the
-    gradients of the states after chunks. ``gradients``: the others, all chunks in parallel.
+    ``prepare``: A, A_k T, B^T and q, k with decays, all chunks in parallel. ``states``: X and the states before chunks, again. ``reverse``:
+    dv and the gradients of the states after chunks. ``gradients``: the others, all chunks in parallel.
     """
     from ..sm90 import gradients, prepare, reverse, states
 
@@ -57,7 +57,7 @@ def _backward(call: Backward) -> Plan:
     shared = p.q.stride(2) == 0 and H > 1
     groups = H if shared else 1
     first, steps = start(call)
-    last = (0, 0, 0, 0) if d_final is None else d_final.stride()
+    last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
     rates = p.beta.stride()
 
     plan.launch(
@@ -72,13 +72,13 @@ def _backward(call: Backward) -> Plan:
     )  # fmt: skip
     plan.launch(
         reverse.penstock_kda_reverse_sm90, call.programs(sequences, V // C),
-        (b, "d_output", a, q_r, k_r, dv, dS, "beta", totals, d_initial if d_final is None else "d_final_state", dv, d_initial, "cu_seqlens"),
-        (sequences, tokens, H, *rates, *last), 4,
+        (b, "d_output", a, q_r, k_r, dv, dS, "beta", totals, last, dv, d_initial, "cu_seqlens"),
+        (sequences, tokens, H, *rates, *last_steps), 4,
         (Tile(C, K, 3), Tile(C, C), Tile(C, C, 3), *[Tile(C, K, 3)] * 2, Tile(C, C), Tile(C, K, 3)),
         K=K, V=V, FINAL=d_final is not None, PACKED=call.packed,
     )  # fmt: skip
     plan.launch(
-        gradients.penstock_kda_gradients_sm90, lambda s: (H * (K // C), slots(s)),
+        gradients.penstock_kda_gradients_sm90, call.programs(slots, K // C),
         ("q", "k", x, "d_output", dv, t, S, dS, dq, dk, "g", "beta", dq, dk, dg, dbeta, "cu_seqlens"),
         (p.scale, sequences, tokens, H, groups, *p.g.stride()[:3], *rates), 4,
         (*[Tile(C, C)] * 2, Tile(C, V, 3), *[Tile(C, V)] * 2, Tile(C, C, 3), *[Tile(V, C, 3)] * 2, *[Tile(C, C)] * 2),

@@ -1,6 +1,6 @@
 """Gradients of KDA's inputs on Hopper, in Gluon: everything that needs no chain over chunks. Any decay at the same speed.
 
-With S the state before the chunk, dS' the gradient of the state after it, X and Y = dV from the walks, and f the factors of level L, at most 1,
+With S the state before the chunk, dS' the gradient of the state after it, X and Y = dV from the walks, and f <= 1 the factors of level L,
 
     R = X / beta - (A_k T) X        U = beta o R = T X              dbeta = rowsum(Y o R) / beta
     P = scale dO U^T (s <= t)       M = -Y U^T (s < t), its transpose above
@@ -10,8 +10,8 @@ With S the state before the chunk, dS' the gradient of the state after it, X and
     dg_t = sum over levels of (X_q o dX_q + X_k o dX_k) over later tokens of the second half, over earlier tokens of the first half
            + sum i >= t of q o scale read o (dO S^T) - k o read o (Y S^T) + sum s < t of k o rest o (U dS'^T) + total o rowsum(S o dS')
 
-Every term of dg is a pair of tokens with t between them, so there is no cancellation. A_k T is bounded and has no factor beta, so that no row
-underflows in float16 where beta is tiny. It is taken as two bfloat16 numbers.
+Every term of dg is a pair of tokens with t between them, so there is no cancellation. A_k T is bounded and has no factor beta: where beta
+is tiny, no row underflows in float16. It is taken as two bfloat16 numbers.
 
 The forward pass keeps nothing but its inputs. The launches before this one keep for it, per token and head with K = V = 128: X 256 bytes,
 A_k T 128, S 512, dS' 512, and for each other q and k with decays 256 each, B^T 256, A 128. The four launches read and write 9.25 KiB.
@@ -149,14 +149,14 @@ def state_terms(d_s, q, k, through, remaining, before, after, scale, m):
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_gradients_sm90(
-    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta, cu_seqlens,
-    scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
+    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
+    cu_seqlens, scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T, M = -Y U^T.
 
     TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; X [C,V] and A_k T [C,C] of
     [slots,H,C,...], S^T and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K] and
-    dbeta [B,T,H]. Program (head, block of W key channels; slot of a chunk).
+    dbeta [B,T,H]. Program (slot of a chunk, head, block of W key channels).
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -165,9 +165,9 @@ def penstock_kda_gradients_sm90(
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, TILE)
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot = gl.program_id(1)
     p = gl.program_id(0) % PARTS
-    h = gl.program_id(0) // PARTS
+    h = gl.program_id(0) // PARTS % H
+    slot = gl.program_id(0) // PARTS // H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     b = n.to(gl.int64)
     if PACKED:

@@ -1,7 +1,7 @@
 """Gradients of the dyadic levels of a chunk of KDA on Hopper, in Gluon. See ``gradients.py`` for the formulas.
 
-P is the gradient of the pair matrix of q and k, scaled, 0 above the diagonal, and M that of k and k with its transpose. A level takes from P
-and M the pairs that it splits. Tiles are transposed, see ``columns.py``.
+P is the gradient of the pair matrix of q and k, scaled, 0 above the diagonal, and M that of k and k with its transpose. A level takes the
+pairs that it splits from P and M. Tiles are transposed, see ``columns.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def near_levels(q, k, decay, p_s, m_s, m):
 def far_level(tiles_q, tiles_k, p_s, m_s, m, first, COUNT: gl.constexpr):
     """A level of whole groups, for group m: ``first`` and COUNT - 1 groups after it are the other half.
 
-    ``tiles_k`` [2 GROUPS,ROWS,W] and ``tiles_q`` [GROUPS,ROWS,W], of second halves: tiles of levels 32 (COUNT = 2) and 16 (COUNT = 1). Returns
+    ``tiles_k`` [2 GROUPS,ROWS,W], ``tiles_q`` [GROUPS,ROWS,W] of second halves: tiles of levels 32 (COUNT = 2) and 16 (COUNT = 1). Returns
     the gradients of those of group m and the sum of their products. A group in a first half takes any tile of q: P is 0 above the diagonal.
     """
     SHIFT: gl.constexpr = 2 - COUNT  # of the number of a group with a tile of q

@@ -194,9 +194,9 @@ def penstock_kda_prepare_sm90(
 ):  # fmt: skip
     """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
 
-    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
-    [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk,
-    head): all of it.
+    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k, B^T [slots,H,C,K] and A
+    [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a
+    chunk, head): all of it.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W

@@ -2,8 +2,8 @@
 
     Z = A^T dO + B^T dS'        Y = beta o Z = dV        dS = total o dS' + q^T dO - k^T Y        (q, k: times the decays w_1 ... w_t)
 
-The same products as in ``walk.py``, in the other direction: dS' is in registers, transposed, so that it, dO and Y are left operands without a
-copy. Two products of a chunk depend on the chunk after it. All other gradients need no chain: ``gradients.py``.
+The same products as in ``walk.py``, in the other direction: dS' is in registers, transposed, so that it, dO and Y are left operands without
+a copy. Two products of a chunk depend on the chunk after it. All other gradients need no chain: ``gradients.py``.
 """
 
 from __future__ import annotations
