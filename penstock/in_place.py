@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -90,10 +87,10 @@ def decode_step(
     >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
     torch.Size([3, 2, 8])
     """
-    run = in_place("decode_step", variant)
+    run, names = in_place("decode_step", variant)
     options: dict[str, Any] = {"state": state, "slots": slots, "scale": scale, "impl": impl}
     others = u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval
-    return run(variant, q, k, v, g, **options, **_taken("decode_step", variant, run, others))
+    return run(variant, q, k, v, g, **options, **_taken("decode_step", variant, names, others))
 
 
 @filled(decays=DECAYS.format(tokens="[1 or N,T"), **PARTS)
@@ -159,10 +156,10 @@ def advance(
     >>> advance("delta_rule", q, k, v, beta=beta, use_qk_l2norm=True, state=pool, slots=slots, cu_seqlens=ends).shape
     torch.Size([1, 9, 2, 8])
     """
-    run = in_place("advance", variant)
+    run, names = in_place("advance", variant)
     others = u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval
     options: dict[str, Any] = {"state": state, "slots": slots, "cu_seqlens": cu_seqlens, "scale": scale, "impl": impl}
-    return run(variant, q, k, v, g, **options, **_taken("advance", variant, run, others))
+    return run(variant, q, k, v, g, **options, **_taken("advance", variant, names, others))
 
 
 OTHERS = (
@@ -171,17 +168,13 @@ OTHERS = (
 """Arguments that not all families have."""
 
 
-def _taken(function: str, variant: str, run: Callable[..., Tensor], values: tuple[Any, ...]) -> dict[str, Any]:
-    """The given arguments by name. Raises RangeError for those that the family of the variant does not have."""
+def _taken(function: str, variant: str, names: frozenset[str], values: tuple[Any, ...]) -> dict[str, Any]:
+    """The given arguments by name. Raises RangeError for those that the function of the variant does not have."""
     given = {name: x for name, x in zip(OTHERS, values) if x is not None and x is not False}
-    if given and not given.keys() <= _known(run):
+    if given and not names.issuperset(given):
         complaints = Complaints(f"{function}({variant!r})")
-        for name in given.keys() - _known(run):
-            complaints.add(RangeError, name, f"left out for {variant}", described(given[name]))
+        for name in given:
+            if name not in names:
+                complaints.add(RangeError, name, f"left out for {variant}", described(given[name]))
         complaints.raise_any()
     return given
-
-
-@cache
-def _known(run: Callable[..., Tensor]) -> frozenset[str]:
-    return frozenset(signature(run).parameters)

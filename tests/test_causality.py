@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import deltas
 import emulated
 import pytest
 import torch
@@ -199,6 +200,21 @@ EVERY = [(form, case) for form in FORMS for case in cases(form)]
 EVERY += [
     (Form(impl), case) for impl in IMPLEMENTATIONS for case in attention_cases() if impl != "triton" or case.dtype in (FLOAT32, FLOAT16)
 ]
+
+
+def delta_cases(impl: str) -> list[deltas.Delta]:
+    """Every variant and dtype of the delta rule: normalised keys, whatever follows a cut."""
+    T, found = 100 if impl in deltas.NAMES else 40, []
+    of_dtypes = (FLOAT64, FLOAT32, BFLOAT16, FLOAT16) if impl in deltas.NAMES else (FLOAT32, FLOAT16)
+    for number, (variant, dtype) in enumerate(product(deltas.VARIANTS, of_dtypes)):
+        of = deltas.Delta(variant, B=1, H=1, T=T, K=32, V=32, dtype=dtype, state=number % 2 == 0)
+        found += [of, replace(of, gate="mixture")] if of.row.decay else [of]
+        found += [replace(of, raw=True)] * (of.row.streams == 1)
+        found += [deltas.PooledDelta(variant, B=1, H=1, T=T + 28, K=32, V=32, dtype=dtype, rows=1)]
+    return found
+
+
+EVERY += [(Form(impl), case) for impl in deltas.ALL for case in delta_cases(impl)]
 SAMPLED = [pytest.param(number, *pair, marks=[pytest.mark.slow] * (number % 8 > 0)) for number, pair in enumerate(EVERY)]
 
 

@@ -1,6 +1,7 @@
 """Neighbours on an axis may be so far apart that offsets within a tile of tokens or channels need more than 32 bits."""
 
 import attention
+import deltas
 import pytest
 import torch
 from cases import Case
@@ -13,6 +14,9 @@ HALF = torch.float16
 CASES = [
     *(Case(variant, B=1, T=20, H=2, K=20, dtype=HALF) for variant in VARIANTS),
     *(Pooled(variant, H=2, K=20, lengths=(1, 19), slots=(1, 3), dtype=HALF) for variant in VARIANTS),
+    *(deltas.Delta(variant, B=1, T=20, H=2, K=20, dtype=HALF) for variant in deltas.VARIANTS),
+    deltas.Delta("kda", B=1, T=20, H=2, K=20, dtype=HALF, raw=True),
+    *(deltas.PooledDelta(variant, H=2, K=20, lengths=(1, 19), slots=(1, 3), dtype=HALF) for variant in deltas.VARIANTS),
     attention.Attention(B=1, Tq=20, Tk=20, dtype=HALF),
 ]
 FAR = {"T": 2**28, "Tq": 2**28, "Tk": 2**28, "K": 2**27}

@@ -1,4 +1,4 @@
-"""The token loop of the RWKV-6 model on Hugging Face, in float32, for every variant: the baseline.
+"""The token loop of the RWKV-6 model on Hugging Face, in float32, for every variant: the baseline. A family may have its own.
 
 That model runs ``rwkv6_linear_attention_cpu`` on a CPU, and for a single token on every device. This loop has the same layout and
 operations: heads before tokens, keys and decays with tokens last, and for every token an outer product by matmul, the bonus, the
@@ -19,6 +19,8 @@ def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Ten
     Two changes make the backward pass linear in T: tokens are split in one operation instead of sliced one by one, and under
     autograd the outputs are stacked instead of written into one tensor. Otherwise each token would write a whole tensor.
     """
+    if inputs.family.loop is not None:
+        return inputs.family.loop(inputs.variant, inputs.tensors, inputs.scale, state)
     key = inputs.k.float().transpose(1, 2).transpose(-2, -1)  # [B, H, K, T]
     value = inputs.v.float().transpose(1, 2)  # [B, H, T, V]
     query = inputs.q.float().transpose(1, 2)  # [B, H, T, K]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class Registered:
     step: Callable[..., Tensor] | None = None
     """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
     ones), ``state`` and ``impl``. It returns the output."""
+    loop: Callable[[str, Mapping[str, Tensor], float, Tensor | None], tuple[Tensor, Tensor]] | None = None
+    """A token loop in float32, the baseline of benchmarks, if not that of ``bench/loop.py``: from a variant's name, its drawn arguments by
+    name, the scale and the states [B,H,K,V], output and new states."""
     tables: Callable[[str], str] | None = None
     """For ``penstock check``: the tables of block sizes of its kernels for a GPU architecture, summarised in a line."""
     compiled: Callable[[str], Sequence[Any]] | None = None
@@ -83,6 +87,8 @@ class Registered:
 
 
 _known: dict[str, Registered] = {}
+_in_place: dict[tuple[str, str], tuple[Callable[..., Tensor], frozenset[str]]] = {}
+"""Functions that update states in place and the names of their arguments, by name and variant."""
 
 
 def register(one: Registered) -> Registered:
@@ -94,6 +100,9 @@ def register(one: Registered) -> Registered:
         complaints.add(RangeError, "one", rule, ", ".join(found), f"These are registered: {', '.join(taken)}.")
         complaints.raise_any()
     _known[one.name] = one
+    for name, function in one.in_place.items():
+        taken_by = function, frozenset(signature(function).parameters)
+        _in_place.update({(name, variant): taken_by for variant in one.variants})
     return one
 
 
@@ -111,14 +120,17 @@ def functions() -> dict[str, Registered]:
     return found
 
 
-def in_place(function: str, variant: object) -> Callable[..., Tensor]:
-    """A variant's function that updates states in place, by the name that families share. Raises RangeError for other variants."""
-    known = {name: one for one in families() if function in one.in_place for name in one.variants}
-    if not isinstance(variant, str) or variant not in known:
+def in_place(function: str, variant: object) -> tuple[Callable[..., Tensor], frozenset[str]]:
+    """A variant's function that updates states in place, by the name that families share, and the names of its arguments.
+
+    Raises RangeError for other variants.
+    """
+    if not isinstance(variant, str) or (function, variant) not in _in_place:
         complaints = Complaints(function)
+        known = [name for other, name in _in_place if other == function]
         complaints.add(RangeError, "variant", f"one of {', '.join(known)}", shortened(variant))
         complaints.raise_any()
-    return known[variant].in_place[function]  # type: ignore[index]
+    return _in_place[function, variant]  # type: ignore[index]
 
 
 def variants(drawn: bool = False) -> tuple[str, ...]:

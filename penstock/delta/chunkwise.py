@@ -25,7 +25,6 @@ memory is linear in T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +37,7 @@ from ..tokens.chunks import Chunks, beyond, through
 from ..tokens.dtypes import state_dtype
 from ..tokens.pieces import advance_by
 from . import pairs
+from .arithmetic import EXACT, Arithmetic
 from .declaration import Delta
 from .gradients import Gradients
 from .inputs import prepared
@@ -65,21 +65,20 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _parts(
-    after: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, a: Tensor | None = None,
-    b: Tensor | None = None,
+    after: bool, by: Arithmetic, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None,
 ) -> Parts:  # fmt: skip
     """From tensors [R, H, C, *]."""
     two = a is not None and b is not None
-    inputs = pairs.Inputs(q, a if a is not None else -k, (b, k) if two else (k,), g, after)  # type: ignore[arg-type]
+    inputs = pairs.Inputs(q, a if a is not None else -k, (b, k) if two else (k,), g, after, by)  # type: ignore[arg-type]
     A = pairs.forward(inputs)
     L = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device) - _times(A.a[0], beta)
     read = reada = rest = total = None
     if g is not None:
         read, rest, total = through(g, own=True).exp(), beyond(g).exp(), g.sum(-2).exp()[..., None]
         reada = read if after else through(g, own=False).exp()
-    Ap = torch.linalg.solve_triangular(L, A.q[0], upper=False, left=False, unitriangular=True)
-    Bt = torch.linalg.solve_triangular(L.mT, _times(inputs.columns[0], rest), upper=True, unitriangular=True)
-    return Parts(inputs, A, L, beta, v, A.a[1] @ v if two else v, Ap, Bt, read, reada, rest, total)
+    Ap, Bt = by.right(L, A.q[0]), by.transposed(L, _times(inputs.columns[0], rest))
+    return Parts(inputs, A, L, beta, v, by.product(A.a[1], v) if two else v, Ap, Bt, read, reada, rest, total)
 
 
 class Walk(NamedTuple):
@@ -92,70 +91,74 @@ class Walk(NamedTuple):
 
 def _walk(p: Parts, alive: list[int], S: Tensor) -> Walk:
     """The states before each step of a block and after it, from S [lanes, H, K, V]. Lanes that have ended keep theirs."""
-    steps, none = range(len(alive)), [None] * len(alive)
+    product, none = p.inputs.by.product, [None] * len(alive)
     a, R, Bt = (x.split(alive) for x in (_times(p.inputs.a, p.reada), p.R, p.Bt))
     beta, total = (none if x is None else x.split(alive) for x in (p.beta, p.total))
-    written: Sequence[Tensor | None] = (_times(p.inputs.columns[1], p.rest).mT @ p.v).split(alive) if len(p.inputs.columns) == 2 else none
+    columns, written = p.inputs.columns, list[Tensor | None](none)
+    if len(columns) == 2:
+        written = list(product(_times(columns[1], p.rest).mT, p.v).split(alive))
     before, done, of_steps = [], [], []
-    for n in steps:
+    for n in range(len(alive)):
         if alive[n] < S.shape[0]:
             S, ended = S.split([alive[n], S.shape[0] - alive[n]])
             done.append(ended)
         before.append(S)
-        X = _times(R[n] + a[n] @ S, beta[n])
+        X = _times(R[n] + product(a[n], S), beta[n])
         of_steps.append(X)
-        S = _times(S, total[n]) + Bt[n].mT @ X
+        S = _times(S, total[n]) + product(Bt[n].mT, X)
         more = written[n]
         if more is not None:
             S = S + more
     return Walk(before, torch.cat([S, *reversed(done)]) if done else S, of_steps)
 
 
-def _block(after: bool, alive: list[int], S: Tensor, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _block(after: bool, by: Arithmetic, alive: list[int], S: Tensor, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs of a block before ``scale``, and the states after it."""
-    p = _parts(after, **rows)
+    p = _parts(after, by, **rows)
     walk = _walk(p, alive, S)
-    o = p.Ap @ torch.cat(walk.X) + _times(p.inputs.q, p.read) @ torch.cat(walk.before)
-    return o + p.A.q[1] @ p.v if len(p.A.q) == 2 else o, walk.after
+    o = by.product(p.Ap, torch.cat(walk.X)) + by.product(_times(p.inputs.q, p.read), torch.cat(walk.before))
+    return o + by.product(p.A.q[1], p.v) if len(p.A.q) == 2 else o, walk.after
 
 
 def _gradients_of_states(p: Parts, alive: list[int], dS: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Z and dS' of all rows, and the gradient of the states before the block."""
-    q, a = (_times(x, factor) for x, factor in ((p.inputs.q, p.read), (p.inputs.a, p.reada)))
-    local, none = p.Ap.mT @ d_o, [None] * len(alive)
-    added, locals_, Bt, a_ = ((q.mT @ d_o).split(alive), local.split(alive), p.Bt.split(alive), a.split(alive))
+    q, a, product = _times(p.inputs.q, p.read), _times(p.inputs.a, p.reada), p.inputs.by.product
+    local, none = product(p.Ap.mT, d_o), [None] * len(alive)
+    added, locals_, Bt, a_ = (product(q.mT, d_o).split(alive), local.split(alive), p.Bt.split(alive), a.split(alive))
     beta, total = (none if x is None else x.split(alive) for x in (p.beta, p.total))
     Z, after = [], []
     for n in reversed(range(len(alive))):
         dS_, ended = dS.split([alive[n], dS.shape[0] - alive[n]])
-        Z.append(locals_[n] + Bt[n] @ dS_)
+        Z.append(locals_[n] + product(Bt[n], dS_))
         after.append(dS_)
-        dS_ = _times(dS_, total[n]) + added[n] + a_[n].mT @ _times(Z[-1], beta[n])
+        dS_ = _times(dS_, total[n]) + added[n] + product(a_[n].mT, _times(Z[-1], beta[n]))
         dS = torch.cat([dS_, ended])
     return torch.cat(Z[::-1]), torch.cat(after[::-1]), dS
 
 
-def _gradients_of_block(after: bool, alive: list[int], S: Tensor, dS: Tensor, d_o: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gradients_of_block(
+    after: bool, by: Arithmetic, alive: list[int], S: Tensor, dS: Tensor, d_o: Tensor, rows: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Gradients of the arguments of ``_block``, which is recomputed."""
-    p = _parts(after, **rows)
+    p, product = _parts(after, by, **rows), by.product
     walk = _walk(p, alive, S)
     X, before = torch.cat(walk.X), torch.cat(walk.before)
     q, a, columns, g = p.inputs[:4]
     Z, d_after, dS = _gradients_of_states(p, alive, dS, d_o)
     Y = _times(Z, p.beta)
-    U = torch.linalg.solve_triangular(p.L, X, upper=False, unitriangular=True)
+    U = by.left(p.L, X)
     streams = (U, p.v)[: len(columns)]
-    dA = pairs.Pairs(tuple(d_o @ x.mT for x in streams), tuple(Y @ x.mT for x in streams))
-    in_q, in_a = _times(d_o @ before.mT, p.read), _times(Y @ before.mT, p.reada)
-    in_columns = [_times(x @ d_after.mT, p.rest) for x in streams]
+    dA = pairs.Pairs(tuple(product(d_o, x.mT) for x in streams), tuple(product(Y, x.mT) for x in streams))
+    in_q, in_a = _times(product(d_o, before.mT), p.read), _times(product(Y, before.mT), p.reada)
+    in_columns = [_times(product(x, d_after.mT), p.rest) for x in streams]
     of = pairs.backward(p.inputs, p.A, dA)
     dq, da, of_columns = of.q + in_q, of.a + in_a, [x + y for x, y in zip(of.columns, in_columns)]
     found = {"S": dS, "q": dq}
     if len(columns) == 2:
-        dv = p.A.q[1].mT @ d_o + p.A.a[1].mT @ Y + _times(columns[1], p.rest) @ d_after
+        dv = product(p.A.q[1].mT, d_o) + product(p.A.a[1].mT, Y) + product(_times(columns[1], p.rest), d_after)
         found |= {"k": of_columns[1], "v": dv, "a": da, "b": of_columns[0]}
     else:
-        W = p.R + _times(a, p.reada) @ before + p.A.a[0] @ U
+        W = p.R + product(_times(a, p.reada), before) + product(p.A.a[0], U)
         found |= {"k": of_columns[0] - da, "v": Y, "beta": (Z * W).sum(-1, keepdim=True)}
     if g is not None:
         assert p.total is not None
@@ -164,7 +167,7 @@ def _gradients_of_block(after: bool, alive: list[int], S: Tensor, dS: Tensor, d_
         terms = beyond(q * in_q) + q * in_q + beyond(a * in_a) + through(straddling, own=False)
         if after:
             terms = terms + a * in_a
-        terms = terms + (p.total[..., 0] * (before * d_after).sum(-1))[..., None, :]
+        terms = terms + (p.total[..., 0] * (by.stored(before) * by.stored(d_after)).sum(-1))[..., None, :]
         found["g"] = of.g + (terms.sum(-1, keepdim=True) if g.shape[-1] == 1 else terms)
     return found
 
@@ -180,7 +183,7 @@ def _initial_state(problem: Delta, dtype: torch.dtype) -> Tensor:
     return problem.q.new_zeros(problem.state_shape, dtype=dtype) if problem.initial_state is None else problem.initial_state.to(dtype)
 
 
-def _forward(problem: Delta) -> tuple[Tensor, Tensor]:
+def canonical_forward(problem: Delta, by: Arithmetic = EXACT) -> tuple[Tensor, Tensor]:
     """The forward pass: blocks in order of time, in float32, or float64 for float64 inputs. All operations are differentiable."""
     dtype, after = state_dtype(problem.q.dtype), problem.variant.removal == "after"
     chunks, initial = Chunks.of(problem), _initial_state(problem, dtype)
@@ -191,14 +194,14 @@ def _forward(problem: Delta) -> tuple[Tensor, Tensor]:
     outputs, finals = [], []
     for group, S in zip(chunks.groups, chunks.lanes(initial)):
         for block in group:
-            o, S = _block(after, block.alive, S, {name: next(parts) for name, parts in rows.items()})
+            o, S = _block(after, by, block.alive, S, {name: next(parts) for name, parts in rows.items()})
             outputs.append(o)
         finals.append(S)
     output = chunks.tokens(problem.scale * torch.cat(outputs), problem.v.shape)
     return output.to(problem.v.dtype), chunks.sequences(finals)
 
 
-def _backward(problem: Delta, upstream: Upstream) -> Gradients:
+def canonical_backward(problem: Delta, upstream: Upstream, by: Arithmetic = EXACT) -> Gradients:
     """The backward pass: blocks in reverse order, each recomputed from the states before it.
 
     The gradients cannot be differentiated again.
@@ -215,11 +218,11 @@ def _backward(problem: Delta, upstream: Upstream) -> Gradients:
             before = [S]
             for block in group[:-1]:
                 rows = {name: chunks.rows(x, dtype, block.rows) for name, x in tokens.items()}
-                before.append(_walk(_parts(after, **rows), block.alive, before[-1]).after)
+                before.append(_walk(_parts(after, by, **rows), block.alive, before[-1]).after)
             for block in reversed(group):
                 rows = {name: chunks.rows(x, dtype, block.rows) for name, x in tokens.items()}
                 d_o = problem.scale * chunks.rows(d_output, dtype, block.rows)
-                found = _gradients_of_block(after, block.alive, before.pop(), dS, d_o, rows)
+                found = _gradients_of_block(after, by, block.alive, before.pop(), dS, d_o, rows)
                 for name, x in d_tokens.items():
                     chunks.write(found[name], block.rows, x)
                 dS = found["S"]
@@ -237,7 +240,8 @@ def _backward(problem: Delta, upstream: Upstream) -> Gradients:
         )
 
 
-PREPARED = prepared(Implementation("chunkwise", "chunks of 64 tokens, plain PyTorch on any device", _forward, _backward), wide=True)
+SUMMARY = "chunks of 64 tokens, plain PyTorch on any device"
+PREPARED = prepared(Implementation("chunkwise", SUMMARY, canonical_forward, canonical_backward), wide=True)
 forward = PREPARED.forward
 """Results of any call, with raw inputs too, by differentiable operations."""
 IMPLEMENTATION = replace(PREPARED, advance=partial(advance_by, forward))

@@ -150,7 +150,7 @@ def prepared(
     ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether it takes q, k, a and b of groups.
     ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they are rounded to the dtype of q.
 
-    Its ``backward`` returns ``Gradients``; of an ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
+    Its ``backward`` returns ``Gradients``; of its ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
     """
 
@@ -231,24 +231,23 @@ def _backward(
     """Gradients of all differentiable arguments, from those of the canonical problem."""
     names = [one.name for one in p.signature.arguments if one.gradient]
     wanted = dict(zip(names, upstream.wanted or [True] * len(names)))
-    wanted["g"] = any(wanted[name] for name in OF_DECAY)
     leaves: dict[str, Tensor] = {}
     made: dict[str, Tensor] = {}
-    problem = p
-    if staged:
-        with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False):  # a compiled graph runs this below autograd
+        if staged:
+            wanted["g"] = any(wanted[name] for name in OF_DECAY)
             raw = [*(("q", "k") if p.use_qk_l2norm else ()), *(("beta",) if p.beta_logits else ()), *OF_DECAY[1:]]
-            leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
-            made = computed(p.with_tensors(leaves), wide)
-        problem = known(p, canonical(p, {name: x.detach() for name, x in made.items()}))
-    flags = tuple([wanted[name] for name in Gradients._fields])
-    found = _of_groups(problem, backward(whole(problem), upstream._replace(wanted=flags)))
-    given = dict(zip(Gradients._fields, found))
-    pairs = [(x, d.to(x.dtype)) for name, x in made.items() if (d := given.pop(name, None)) is not None]
-    if pairs:
-        through = torch.autograd.grad([x for x, _ in pairs], [*leaves.values()], [d for _, d in pairs], allow_unused=True)
-        given |= dict(zip(leaves, through))
-    return [given.get(name) for name in names]
+            with torch.enable_grad():
+                leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
+                made = computed(p.with_tensors(leaves), wide)
+            p = known(p, canonical(p, {name: x.detach() for name, x in made.items()}))
+        flags = tuple([wanted[name] for name in Gradients._fields])
+        found = dict(zip(Gradients._fields, _of_groups(p, backward(whole(p), upstream._replace(wanted=flags)))))
+        pairs = [(x, d.to(x.dtype)) for name, x in made.items() if (d := found.pop(name)) is not None]
+        if pairs:
+            through = torch.autograd.grad([x for x, _ in pairs], [*leaves.values()], [d for _, d in pairs], allow_unused=True)
+            found |= dict(zip(leaves, through))
+    return [found.get(name) for name in names]
 
 
 def _of_groups(p: DeltaTokens, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

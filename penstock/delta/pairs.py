@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..tokens.chunks import beyond, through
+from .arithmetic import EXACT, Arithmetic
 
 
 class Pairs(NamedTuple):
@@ -40,6 +41,7 @@ class Inputs(NamedTuple):
     """[..., C, K or 1]"""
     after: bool
     """Whether a reads after the decay of its token."""
+    by: Arithmetic = EXACT
 
     @property
     def halved(self) -> bool:
@@ -82,10 +84,10 @@ def _halves_of(size: int) -> list[int]:
 
 def forward(x: Inputs) -> Pairs:
     """The matrices of all pairs."""
-    own = [(x.q * column).sum(-1) for column in x.columns]
+    product, own = x.by.product, [(x.q * column).sum(-1) for column in x.columns]
     if not x.halved:
         decays = _decays(x)
-        of_q, of_a = ([y @ column.mT for column in x.columns] for y in (x.q, x.a))
+        of_q, of_a = ([product(y, column.mT) for column in x.columns] for y in (x.q, x.a))
         if decays is not None:
             of_q, of_a = [A * decays for A in of_q], [A * decays for A in of_a]
         of_q = [A.tril(-1) + torch.diag_embed(e) for A, e in zip(of_q, own)]
@@ -96,7 +98,7 @@ def forward(x: Inputs) -> Pairs:
         for of_rows, rows in zip(blocks, level.rows):
             for place, (block, columns) in enumerate(zip(of_rows, level.columns)):
                 upper, lower = block.unflatten(-3, (-1, 2)).unbind(-3)
-                crossing = rows @ columns.mT
+                crossing = product(rows, columns.mT)
                 whole = torch.cat([upper, torch.zeros_like(crossing)], -1), torch.cat([crossing, lower], -1)
                 of_rows[place] = torch.cat(whole, -2)
     return Pairs(*(tuple(block.squeeze(-3) for block in of_rows) for of_rows in blocks))
@@ -122,6 +124,7 @@ class Gradients(NamedTuple):
 
 def backward(x: Inputs, A: Pairs, dA: Pairs) -> Gradients:
     """From the matrices and their gradients. Every term of dg is a pair that lies on both sides of its token."""
+    product = x.by.product
     own = [torch.diagonal(d, dim1=-2, dim2=-1)[..., None] for d in dA.q]
     dq, da = sum((e * column for e, column in zip(own, x.columns)), torch.zeros_like(x.q)), torch.zeros_like(x.a)
     columns = [e * x.q for e in own]
@@ -132,8 +135,8 @@ def backward(x: Inputs, A: Pairs, dA: Pairs) -> Gradients:
         if decays is not None:
             of_q, of_a = [d * decays for d in of_q], [d * decays for d in of_a]
         for place, column in enumerate(x.columns):
-            dq, da = dq + of_q[place] @ column, da + of_a[place] @ column
-            columns[place] = columns[place] + of_q[place].mT @ x.q + of_a[place].mT @ x.a
+            dq, da = dq + product(of_q[place], column), da + product(of_a[place], column)
+            columns[place] = columns[place] + product(of_q[place].mT, x.q) + product(of_a[place].mT, x.a)
         return Gradients(dq, da, tuple(columns), dg)
     assert x.g is not None
     dg = torch.zeros_like(x.q)
@@ -143,8 +146,8 @@ def backward(x: Inputs, A: Pairs, dA: Pairs) -> Gradients:
         seen = [torch.zeros_like(y) for y in level.columns]
         for r, d in zip(level.rows, dA):
             crossing = [_crossing(y, half) for y in d]
-            rows.append(sum(P @ y for P, y in zip(crossing, level.columns)))
-            seen = [y + P.mT @ r for y, P in zip(seen, crossing)]
+            rows.append(sum(product(P, y) for P, y in zip(crossing, level.columns)))
+            seen = [y + product(P.mT, r) for y, P in zip(seen, crossing)]
         products = [r * d for r, d in zip(level.rows, rows)]
         later = _from(products[0], own=True) + _from(products[1], own=x.after)
         earlier = through(sum(y * d for y, d in zip(level.columns, seen)), own=False)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Arguments of the variants with the distributions of real models."""
+"""Arguments of the variants with the distributions of real models, and a token loop on them."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates:
         kk = unit(normal(random, B, T, H, K))
         drawn |= {"a": -kk, "b": kk * uniform(random, B, T, H, 1)}
     return drawn
+
+
+def token_loop(variant: str, x: Mapping[str, Tensor], scale: float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output [B,T,H,V] and final state [B,H,K,V] in float32, token by token with products of single rows: the baseline of benchmarks."""
+    row = VARIANTS[variant]
+    q, k, v = (x[name].float().unsqueeze(-2).unbind(1) for name in ("q", "k", "v"))  # [B, H, 1, *]
+    gate = None if "g" not in x else (x["g"] if "K" in row.decay else x["g"][..., None]).float().exp()[..., None].unbind(1)  # [B, H, K, 1]
+    S = q[0].new_zeros(*k[0].shape[:2], k[0].shape[3], v[0].shape[3]) if state is None else state
+    outputs = []
+    for t in range(len(q)):
+        decayed = S if gate is None else gate[t] * S
+        if row.streams == 1:
+            S = decayed + k[t].mT @ (x["beta"][:, t, :, None, None].float() * (v[t] - k[t] @ decayed))
+        else:
+            a, b = (x[name][:, t, :, None].float() for name in ("a", "b"))
+            S = decayed + b.mT @ (a @ S) + k[t].mT @ v[t]
+        outputs.append((q[t] @ S).squeeze(2))
+    return torch.stack(outputs, 1) * scale, S

@@ -106,12 +106,11 @@ class Plan:
     def launch(
         self, kernel: Any, grid: Size, tensors: tuple[str, ...], numbers: tuple[Number, ...], warps: int,
         tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, early: bool = False, writes: tuple[str, ...] = (),
-        cooperative: bool = False, **constants: Any,
+        **constants: Any,
     ) -> None:  # fmt: skip
         """Plan a launch; ``constants`` in any order. ``fused``: the compiler may fuse multiplications and additions.
 
         ``early``: the launch may begin while the one before it runs (programmatic dependent launch). ``writes``: see ``Launch.writes``.
-        ``cooperative``: all programs run at once; the grid must fit the GPU.
         """
         names = kernel.arg_names[len(tensors) + len(numbers) :]
         strides = kernel.arg_names[len(tensors) : len(tensors) + len(numbers)]
@@ -123,8 +122,6 @@ class Plan:
             options += (("enable_fp_fusion", False),)
         if early:
             options += (("launch_pdl", True),)
-        if cooperative:
-            options += (("launch_cooperative_grid", True),)
         self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles, wide, writes))
 
 

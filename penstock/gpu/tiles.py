@@ -163,24 +163,6 @@ def after_loads(x, CUDA: tl.constexpr):
 
 
 @triton.jit
-def sums_of_rows(chosen, x, start=0.0):
-    """``start`` plus the sums of the rows of x that the rows of ``chosen`` [C,C], bfloat16 of 0 and 1, select, on tensor cores.
-
-    x is multiplied in two parts of 8 bits: the error is 2^-17 per term.
-    """
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
-    s = tl.dot(chosen, high.to(tl.bfloat16), tl.zeros_like(x) + start)
-    return tl.dot(chosen, (x - high).to(tl.bfloat16), s)
-
-
-@triton.jit
-def apart(i, L):
-    """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
-    middle = i & -L
-    return ((i & L) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - L)
-
-
-@triton.jit
 def sequence_with_pieces(rank, cu_seqlens, N, PIECE: tl.constexpr, BLOCK: tl.constexpr = 256):
     """The sequence of this rank among those of at least PIECE tokens, in their order; N if there are fewer."""
     found = rank * 0 + N

@@ -77,8 +77,8 @@ register(
         {"advance": functional.advance, "decode_step": functional.decode_step},
         _draw,
         functional.decode_step,
-        _tables,
-        _compiled,
-        _tuning,
+        tables=_tables,
+        compiled=_compiled,
+        tuning=_tuning,
     )
 )

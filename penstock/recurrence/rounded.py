@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu.dyadic import lengths, levels
 from ..tokens.pieces import CHUNK, advance_by
 from . import chunkwise, summary
 from .declaration import Advance, Recurrence
-from .levels import lengths, levels
 
 BFLOAT16 = 8
 """Bits of bfloat16. If operands have as many, kernels store states before chunks in it, where a call has more than one chunk."""
@@ -101,7 +101,7 @@ def _sequences(p: Recurrence, tokens: slice, gate: Tensor, S: Tensor, bits: int,
     given = [x[:, tokens].transpose(1, 2) for x in (p.q, p.k, p.v, gate)]
     T = given[0].shape[2]
     q, k, v, g = (torch.nn.functional.pad(x, (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in given)
-    *inner, lower, strict, rest = ((M @ g).exp() for M in levels(CHUNK, previous, g.device).to(g.dtype))  # [B, H, chunks, CHUNK, K]
+    *inner, lower, strict, rest = ((M @ g).exp() for M in levels(CHUNK, previous, 0, g.device).to(g.dtype))  # [B, H, chunks, CHUNK, K]
     t = torch.arange(CHUNK, device=g.device)
     A = torch.diag_embed((q * k if p.u is None else q * k * p.u[:, None, None]).sum(4))
     for L, f in zip(lengths(CHUNK), inner):

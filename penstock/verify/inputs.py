@@ -96,14 +96,14 @@ class Inputs:
         """The problem that implementations get for this call."""
         trial = self.family.trials[0]
         tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "initial_state": initial_state})
-        return trial.operator.checked(self.variant, tensors, (None, False, True))
+        return trial.operator.checked(self.variant, tensors, trial.options)
 
     def in_place(self, pool: Tensor, slots: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         """The problem that implementations get for an update of rows of a pool by these tokens."""
         trial = next(trial for trial in self.family.trials if trial.operator.in_place)
         function = next(one.function for one in trial.operator.signatures.values() if one.about is self.signature.about)
         tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "slots": slots, "state": pool})
-        return trial.operator.checked(function, tensors, (None,))
+        return trial.operator.checked(function, tensors, trial.options)
 
     def first(self, tokens: int) -> Inputs:
         """The first tokens of every sequence."""

@@ -8,16 +8,16 @@ from penstock.bench.candidates import MODES
 from penstock.bench.cases import CASES, MODELS, case_named, default_cases
 from penstock.bench.measure import Measurement, Timing
 from penstock.bench.suites import SUITES, suite_named
-from penstock.recurrence.variants import VARIANTS
+from penstock.call.families import variants
 from penstock.tokens.distributions import GATES
 from penstock.tokens.shape import Shape
 from penstock.verify.inputs import inputs
 
 
 def test_every_variant_has_a_model_and_decode_batches_from_1_to_256():
-    assert {case.variant for case in MODELS} == set(VARIANTS)
+    assert {case.variant for case in MODELS} == set(variants(drawn=True))
     assert len({case.name for case in CASES}) == len(CASES)
-    for variant in VARIANTS:
+    for variant in variants(drawn=True):
         batches = [case.shape.B for case in default_cases(variant, decode=True)]
         assert batches[0] == 1
         assert batches[-1] == 256

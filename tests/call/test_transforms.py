@@ -7,6 +7,8 @@ import pytest
 import torch
 from attention import Attention
 from cases import Case, arithmetic
+from deltas import VARIANTS as OF_DELTA
+from deltas import Delta
 from pools import Pooled
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -20,6 +22,9 @@ TINY = Attention(B=1, Tq=3, Tk=3, H=2, G=1, D=2, dtype=FLOAT64)
 CASES = [
     *(Case(variant, B=1, T=3, H=2, K=2, V=2, dtype=FLOAT64) for variant in VARIANTS),
     Case("rwkv6", lengths=(2, 0, 1), H=1, K=2, V=2, dtype=FLOAT64, state=False, reverse=True, scale=0.5),
+    *(Delta(variant, B=1, T=3, H=2, K=2, V=2, dtype=FLOAT64) for variant in OF_DELTA),
+    Delta("kda", B=1, T=3, H=2, K=2, V=2, dtype=FLOAT64, raw=True, bound=-5.0),
+    Delta("gated_delta_rule", lengths=(2, 0, 1), H=2, G=1, K=2, V=2, dtype=FLOAT64, state=False, raw=True, scale=0.5),
     TINY,
     replace(TINY, window=2, causal=False, scale=-0.3),
     replace(TINY, lengths=((1, 2), (2, 1)), causal=False),

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.bench.cases import Case, default_cases
+from penstock.call.families import variants
 from penstock.cli import main
 from penstock.recurrence.operators import FAMILY
-from penstock.recurrence.variants import VARIANTS
 from penstock.tokens.shape import Shape
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
@@ -84,7 +84,7 @@ def test_check_passes_and_prints_json(run, at_full_speed, check_in_float32):
     content = json.loads(done.stdout)
     assert content["ok"]
     assert content["machine"]["torch"] == torch.__version__
-    assert {one["variant"] for one in content["findings"] if one["error"] is not None} == {*VARIANTS, "softmax_attention", "layers"}
+    assert {one["variant"] for one in content["findings"] if one["error"] is not None} == {*variants(), "layers"}
 
 
 def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch, at_full_speed, check_in_float32):

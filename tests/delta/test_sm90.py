@@ -1,4 +1,4 @@
-"""The Gluon kernel of KDA for Hopper, emulated on the CPU: results against the oracle."""
+"""The Gluon kernels of KDA for Hopper, emulated on the CPU: results against the oracle."""
 
 from dataclasses import replace
 
@@ -21,8 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
 ]
 H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
-ONE, TWO = "kda_fwd_sm90", "kda_prepare_sm90"
-"""The forms: in one launch, or two."""
 BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
 """The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
 
@@ -35,7 +33,7 @@ CASES = [
     replace(OF, T=64, V=64, H=2),
     replace(OF, T=1, V=64),
     replace(OF, T=63, others=torch.bfloat16, gate="logsigmoid/16"),
-    replace(OF, T=400, gate="logsigmoid/16"),  # the ring of chunks is used again
+    replace(OF, T=400, gate="logsigmoid/16"),
     replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
     replace(OF, T=70, scale=0.0),
@@ -46,47 +44,34 @@ def problem_of(case, drawn=None):
     return of_every_head(contract.problem_of(case, case.tensors() if drawn is None else drawn))
 
 
-def run(problem, target=H200, seed=0, form=ONE):
-    """The results of the emulated kernels of a form."""
-    made = plan.chunk_forward_plan(problem, target._replace(forms=frozenset([form])))
-    assert made.forms[0] == form
+def run(problem, seed=0):
+    """The results of the emulated kernels."""
+    made = plan.chunk_forward_plan(problem, H200)
+    assert made.forms[0] == "kda_prepare_sm90"
     tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
     found = gluon.run(made, tensors, problem.sizes, seed)
     return {name: found[name] for name in ("output", "final_state")}
 
 
-@pytest.mark.parametrize("form", [ONE, TWO])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equal_the_oracle(case, form):
+def test_equal_the_oracle(case):
     wanted = oracle(case)
-    for name, x in run(problem_of(case), form=form).items():
+    for name, x in run(problem_of(case)).items():
         off = float((x.double() - wanted[name].value).norm())
         assert off <= BUDGET * wanted[name].size, (name, off / wanted[name].size)
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 8, 132])
-def test_bits_do_not_depend_on_the_programs_of_a_head(multiprocessors):
-    """Nor on the order in which warps run, nor on the heads before, nor on the form."""
-    problem = problem_of(replace(OF, B=2, T=280, H=2, gate="mixture"))
-    first, again = run(problem), run(problem, H200._replace(multiprocessors=multiprocessors), seed=1)
-    other = run(problem, form=TWO)
-    for name, x in first.items():
-        assert torch.equal(x, again[name]), name
-        assert torch.equal(x, other[name]), name
-
-
-@pytest.mark.parametrize("form", [ONE, TWO])
 @pytest.mark.parametrize(
     ("name", "value"),
     [("g", torch.inf), *((name, value) for name in ("q", "k", "v", "beta") for value in (torch.nan, torch.inf))],
 )
-def test_packed_neighbours_change_no_bit(name, value, form):
+def test_packed_neighbours_change_no_bit(name, value):
     """A tile reaches past the end of its sequence."""
     case = replace(OF, lengths=(70, 90))
     drawn = case.tensors()
     changed = drawn | {name: drawn[name].clone()}
     changed[name][:, 70:] = -value if name == "g" else value
-    before, after = run(problem_of(case, drawn), form=form), run(problem_of(case, changed), form=form)
+    before, after = run(problem_of(case, drawn)), run(problem_of(case, changed))
     assert torch.equal(before["output"][:, :70], after["output"][:, :70])
     assert torch.equal(before["final_state"][0], after["final_state"][0])
 
@@ -116,9 +101,3 @@ def test_later_tokens_change_no_bit(cut):
 )
 def test_reasons(case, target, reason):
     assert reason in str(channels_sm90.FORWARD.refusal(Forward.of(problem_of(case), target)))
-
-
-@pytest.mark.parametrize(("B", "H", "share"), [(1, 64, 2), (4, 64, 2), (1, 16, 8), (1, 32, 4), (1, 1, 8)])
-def test_more_programs_of_a_head_where_multiprocessors_are_idle(B, H, share):
-    case = replace(OF, B=B, H=H, T=1)
-    assert channels_sm90.programs_of_head(Forward.of(problem_of(case), H200)) == share

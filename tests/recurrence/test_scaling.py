@@ -1,15 +1,12 @@
 """The work and the memory of backward passes in plain PyTorch grow linearly with the number of tokens."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, draw, problem_of, upstream
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from allocations import allocations
+from cases import Case
 
-from penstock.call.implementation import Upstream
 from penstock.recurrence import chunkwise, reference
 from penstock.recurrence.variants import VARIANTS
 from penstock.tokens import chunks
@@ -25,38 +22,6 @@ LINEAR = {
     "reference": (reference.IMPLEMENTATION.gradients, 8, 128),
 }
 """The backward pass, the head size, and the number of tokens to begin with."""
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of the results of all operations: in total, and the most at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        results = func(*args, **kwargs or {})
-        for x in tree_leaves(results):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in given:
-                self._count(storage.nbytes())
-                weakref.finalize(storage, self._count, -storage.nbytes())
-        return results
-
-    def _count(self, size):
-        self.total += max(size, 0)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-def allocations(case, backward):
-    """What a backward pass allocates, and the bytes of the inputs (as many as of their gradients) and of the outputs."""
-    tensors = draw(case)
-    problem = problem_of(case, tensors)
-    with torch.no_grad(), Allocations() as found:
-        backward(problem, Upstream(upstream(case)))
-    inputs, outputs = (sum(x.nbytes for x in some if x is not None) for some in (tensors.values(), upstream(case)))
-    return found, inputs, outputs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,8 @@ from pools import Pooled
 from torch import Tensor
 
 import penstock as ps
-from penstock.delta import reference
+from penstock.call.derivatives import gradients_of
+from penstock.delta import reference, rounded
 from penstock.delta.operators import ADVANCE, DELTA, FAMILY
 from penstock.delta.variants import VARIANTS, Variant
 
@@ -21,6 +22,7 @@ ALL = [implementation.name for implementation in FAMILY.implementations]
 TRITON = [name for name in ALL if name.startswith("triton")]
 NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
 """Implementations that run everywhere at full speed. Triton (interpreted) runs small cases."""
+FLOAT32_BITS = 24
 KEYS = {
     "random": lambda x, centre: x,
     "positive": lambda x, centre: F.silu(x + 0.5),
@@ -75,7 +77,7 @@ class Delta(Case):
         return getattr(ps, self.variant)(**named(self, tensors, self.row.query, self.row.gate), **given)
 
     def check(self, found: dict[str, Tensor], impl: str, device: str = "cpu") -> None:
-        check_against({name: x.cpu() for name, x in found.items()}, oracle(self), self.dtype)
+        check_against({name: x.cpu() for name, x in found.items()}, oracle(self), self.dtype, allowed(self, impl))
 
 
 def named(case: Delta, tensors: dict[str, Tensor | None], query: str, gate: str) -> dict[str, object]:
@@ -100,6 +102,16 @@ class PooledDelta(Pooled, Delta):
 
     def call(self, tensors: dict[str, Tensor | None], impl: str) -> Tensor:
         return ps.advance(self.variant, **named(self, tensors, "q", "g"), scale=self.scale, impl=impl)
+
+    def more(self, impl: str, exactly: dict[str, Tensor]) -> dict[str, float]:
+        """Twice the error of the formula with rounded operands, of implementations that round them."""
+        bits = FAMILY.named(impl).operands(self.dtype, "advance")
+        if bits is None:
+            return {}
+        double = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in self.tensors().items()}
+        problem = contract.problem_of(self, double)
+        found = {"output": rounded.advance(problem, bits), "state": problem.state}
+        return {name: 2 * float((x - exactly[name]).norm()) for name, x in found.items()}
 
     def exact(self, state: Tensor) -> tuple[Tensor, Tensor]:
         double = {name: None if x is None else x.double() for name, x in self.drawn().items()} | {"initial_state": state.double()}
@@ -170,6 +182,39 @@ def oracle(case: Delta) -> dict[str, Wanted]:
     found = dict(zip(("output", "final_state"), results)) | {f"d{name}": grad for name, grad in zip(inputs, grads)}
     wanted = {name: Wanted(x.detach(), float(x.detach().norm())) for name, x in found.items()}
     return wanted | (sums_of_terms(case, tensors, wanted) if "dA_log" in wanted else {})
+
+
+SERIAL = ("reference", "cpu")
+"""Implementations that compute one token after another, without products of pairs."""
+
+
+def allowed(case: Delta, impl: str) -> dict[str, float]:
+    """What rounding of operands adds to the budget: twice the error of the formula with rounded operands.
+
+    Of operands that are rounded to fewer bits; and of the matrices of pairs, whose inverse amplifies the errors of their sums. A sum of K
+    float32 products is off by about sqrt(K) roundings, one over the tokens of a chunk by 8. This matters for correlated keys only.
+    """
+    bits = FAMILY.named(impl).operands(case.dtype, case.operator.mode)
+    if bits is not None:
+        return {name: 2 * x for name, x in rounding_errors(case, bits).items()}
+    if case.key == "random" or impl in SERIAL or case.dtype == torch.float64:
+        return {}
+    return {name: 2 * (case.K**0.5 + 8) * x for name, x in rounding_errors(case, FLOAT32_BITS).items()}
+
+
+@cache
+def rounding_errors(case: Delta, bits: int) -> dict[str, float]:
+    """Frobenius norms of the errors of all results, the largest of all draws."""
+    tensors = {name: None if x is None else x.double() for name, x in draw(case).items()}
+    problem, wanted = contract.problem_of(case, {"cu_seqlens": offsets(case)} | tensors), oracle(case)
+    names, found = [f"d{one.name}" for one in problem.signature.arguments if one.gradient], dict[str, float]()
+    for formula in rounded.formulas(bits):
+        with torch.no_grad():
+            results = dict(zip(("output", "final_state"), formula(problem)))
+        results |= dict(zip(names, gradients_of(formula, problem, [d.double() for d in upstream(case)])))
+        for name, one in wanted.items():
+            found[name] = max(found.get(name, 0.0), float((results[name] - one.value).norm()))
+    return found
 
 
 def sums_of_terms(case: Delta, tensors: dict[str, Tensor | None], wanted: dict[str, Wanted]) -> dict[str, Wanted]:

@@ -1,4 +1,5 @@
-"""Triton's interpreter as the tests use it: it refuses masks that are not booleans, and patches Triton's language once a launch."""
+"""Triton's interpreter as the tests use it: it refuses masks that are not booleans, sums products in order, and patches Triton's language
+once a launch."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,6 +17,7 @@ def patched(patch: pytest.MonkeyPatch) -> None:
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
         whole = getattr(interpreter.InterpreterBuilder, name)
         patch.setattr(interpreter.InterpreterBuilder, name, with_boolean_mask(whole, place))
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", product_in_order)
     if hasattr(interpreter, "_LangPatchScope"):  # not in Triton 3.4
         language = Language()
         patch.setattr(interpreter, "_patch_lang", language)
@@ -34,6 +36,18 @@ def with_boolean_mask(method: Callable[..., Any], place: int) -> Callable[..., A
         return method(self, *arguments)
 
     return checked
+
+
+def product_in_order(builder: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
+    """In place of ``create_dot``: the product a b + d, summed in the order of K, as on a GPU.
+
+    NumPy's library sums even and odd terms apart. The terms of products with the inverse of a chunk alternate in sign: their sum is small,
+    and that of every second term is not.
+    """
+    total = d.data.copy()
+    for k in range(a.data.shape[-1]):
+        total += a.data[..., :, k : k + 1].astype(total.dtype) * b.data[..., k : k + 1, :].astype(total.dtype)
+    return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
 class Language:

@@ -69,6 +69,10 @@ class Pooled(Case):
         """Output and states of the oracle begun at ``state``, one row a sequence."""
         return exact(self, self.drawn(), state)
 
+    def more(self, impl: str, exactly: dict[str, Tensor]) -> dict[str, float]:
+        """What is added to the budget of a result."""
+        return {}
+
     def call(self, tensors: dict[str, Tensor | None], impl: str) -> Tensor:
         return ps.advance(self.variant, **tensors, scale=self.scale, impl=impl)
 
@@ -85,7 +89,7 @@ class Pooled(Case):
         wanted[slots[~skipped]] = states[~skipped]
         exactly = {"output": output, "state": wanted}
         found = {name: x.cpu() for name, x in found.items()}
-        check_against(found, {name: Wanted(x, float(x.norm())) for name, x in exactly.items()}, self.dtype)
+        check_against(found, {name: Wanted(x, float(x.norm())) for name, x in exactly.items()}, self.dtype, self.more(impl, exactly))
         untouched = torch.ones(self.rows, dtype=torch.bool)
         untouched[slots[~skipped]] = False
         assert torch.equal(found["state"][untouched], pool[untouched])

@@ -13,6 +13,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ...gpu import decays
+from ...gpu.levels import levels
+from ...gpu.plan import Plan
 from ...gpu.target import Target, power, precision
 from ...tokens.gpu_calls import TokenCall
 from ..declaration import Advance, Delta, DeltaTokens
@@ -22,8 +24,8 @@ NONE, SCALAR, CHANNEL = (kind.value for kind in (decays.NONE, decays.SCALAR, dec
 C = 64
 """Tokens in a chunk."""
 SOLVE = {"bf16": "tf32", "tf32": "tf32x3", "tf32x3": "tf32x3", "ieee": "ieee"}
-"""The precision of products with T, by that of other products. Keys may be raw, so T has no bound that float16 needs. float16 inputs have as
-many bits as TF32, and errors of T would be larger than theirs if beta is up to 2."""
+"""The precision of products with T, by that of other products. Keys may be raw, so T has no bound that float16 needs. float16 inputs have
+as many bits as TF32, and errors of T would be larger than theirs if beta is up to 2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +62,16 @@ class Call(TokenCall):
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @property
-    def levels(self) -> tuple[int, int]:
-        """Dyadic levels of a chunk, and anchors."""
-        return C.bit_length() - 1, 0
+    def low(self) -> int:
+        """Tokens of blocks with one anchor in place of the inner levels; 0: all levels."""
+        return 0
+
+    def matrices(self, plan: Plan) -> tuple[str, str]:
+        """The matrices of sums of decays per channel, with and without the token's own decay."""
+        if self.decay != CHANNEL:
+            return "q", "q"
+        inclusive = plan.constant("levels", levels, C, False, self.low)
+        return inclusive, inclusive if self.after else plan.constant("levels_before", levels, C, True, self.low)
 
     @property
     def solve(self) -> str:

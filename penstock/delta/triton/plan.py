@@ -31,15 +31,15 @@ def recurrent_forward_plan(p: Delta, target: Target) -> Plan:
 
 
 def has_pieces(p: Advance) -> bool:
-    """Whether the host leaves the launches of whole pieces in the plan. A plan is shared by calls whose counts are equal when rounded up."""
+    """Whether the launches of whole pieces are in the plan, which is shared by calls whose counts are equal when rounded up."""
     return rounded(p.sizes["T"]) >= CHUNK
 
 
 def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place: first whole pieces of 64 tokens, then the other tokens one by one.
 
-    The state is rounded to the pool's dtype after each piece and each of these tokens. So results depend neither on where a sequence is cut,
-    if at multiples of 64 or after the last one, nor on the other sequences of a call.
+    The state is rounded to the pool's dtype after each piece and each of these tokens. So results depend neither on where a sequence is
+    cut, if at multiples of 64 or after the last one, nor on the other sequences of a call.
     """
     plan, call = Plan(), InPlace.of(p, target)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=p.v.dtype)

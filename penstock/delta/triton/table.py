@@ -29,8 +29,10 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
         return KernelConfig(8 if wide else 4)
     if kernel == "walk":
         return KernelConfig(4, stages=2 if precision == "bf16" else 1)
-    if kernel == "walk_backward":
+    if kernel in ("walk_backward", "pairs_backward"):
         return KernelConfig(4)
-    if kernel == "gradients":
+    if kernel == "scalar_gradients":
         return KernelConfig(8)
+    if kernel == "gradients":  # of 64 channels, sums of gradients take more registers than there are
+        return KernelConfig(4, BJ=32)
     return KernelConfig(1 if K <= 64 else 2, BV=min(power(V), 64 if target.interpreted else 16))

@@ -16,11 +16,11 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ...gpu import decays
+from ...gpu.levels import levels
 from ...gpu.plan import Plan, Sizes, chunks
 from ...gpu.target import Target, power, precision
 from ...tokens.gpu_calls import TokenCall
 from ..declaration import Advance, Recurrence, Tokens
-from .portable.levels import levels
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -75,7 +75,7 @@ class Call(TokenCall):
 
     def levels(self, plan: Plan, C: int) -> str:
         """The matrices of sums of decays per channel, for chunks of C tokens."""
-        return plan.constant("levels", levels, C, self.previous) if self.decay == CHANNEL else "q"
+        return plan.constant("levels", levels, C, self.previous, 0) if self.decay == CHANNEL else "q"
 
     def key(self, kernel: str) -> Key:
         """The key of a kernel's block sizes in the tables."""

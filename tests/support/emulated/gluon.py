@@ -191,13 +191,9 @@ class Machine:
         self.copies, self.stores = {}, []
         self.turn = threading.Condition()
         self.running, self.alive, self.blocked, self.failure = None, [], set(), None
-        self.leader, self.gathered = None, None
 
     def switch(self, may_go):
         """Let others run until ``may_go``."""
-        if self.leader is not None:
-            self.leader.switch(may_go)
-            return
         me = threading.get_ident()
         if len(self.alive) <= 1:
             if not may_go():
@@ -222,13 +218,13 @@ class Machine:
             self.running = self.random.choice(ready)
         self.turn.notify_all()
 
-    def run(self, jobs, machines=None):
-        """All jobs to their end. ``machines``: the programs they belong to, if there are several."""
+    def run(self, jobs):
+        """All jobs to their end."""
         self.waiting = {}
         started = threading.Barrier(len(jobs) + 1)
 
         def body(function, arguments, place):
-            _local.machine, _local.warps = self if machines is None else machines[place[0]], place[1]
+            _local.machine, _local.warps = self, place[1]
             me = threading.get_ident()
             with self.turn:
                 self.alive.append(me)
@@ -408,18 +404,6 @@ def mma_wait(num_outstanding=0, deps=None):
     return found[0] if len(found) == 1 else tuple(found)
 
 
-# counts of progress in memory, see ``delta/triton/sm90/exchange.py``
-
-
-def wait_for_count(count, wanted):
-    machine().switch(lambda: int(count.memory[int(raw(count.at))]) >= int(wanted))
-
-
-def release_count(count, value):
-    count.memory[int(raw(count.at))] = int(value)
-    machine().switch(lambda: True)
-
-
 # the language
 
 
@@ -524,12 +508,8 @@ def panels(tile, shape, layout):
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    one = machine()
-    jobs = [((f, a), w) for (f, a), w in zip(functions_and_args, [one.warps, *worker_num_warps])]
-    if one.gathered is None:
-        one.run(jobs)
-    else:  # the programs of a group run together
-        one.gathered.extend((job, one) for job in jobs)
+    warps = [machine().warps, *worker_num_warps]
+    machine().run([((f, a), w) for (f, a), w in zip(functions_and_args, warps)])
 
 
 class _Layout:
@@ -567,7 +547,7 @@ def language():
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64, int1=torch.bool,
         constexpr=lambda x: x, static_assert=asserted, static_range=range, range=lambda *a, **k: range(*map(int, a)),
         program_id=lambda axis: Value(torch.tensor(machine().pid[axis], dtype=torch.int32)), num_warps=lambda: _local.warps,
-        num_programs=lambda axis: Value(torch.tensor(machine().programs[axis], dtype=torch.int32)),
+        num_programs=lambda axis: machine().programs[axis],
         arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
         zeros=lambda shape, dtype=F32, layout=None: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype=F32, layout=None: Value(torch.full(shape, value, dtype=dtype)),
@@ -601,9 +581,7 @@ _LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     "folded": lambda *layout: None, "in_blocks": lambda layout: None, "by_token": lambda W: None, "by_group": lambda W: None,
-    "diagonal_layout": lambda: None, "wait_for_count": wait_for_count, "release_count": release_count,
-    "wait_for_copies": lambda x: store_wait(),
- "fence_async_shared": lambda: None, "meet": lambda: None,
+    "diagonal_layout": lambda: None, "fence_async_shared": lambda: None, "meet": lambda: None,
     "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
     "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,
@@ -637,44 +615,37 @@ def emulated(kernel, replaced=None):
     return made
 
 
-def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=(), together=1):
+def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
     """Run all programs of a kernel, a number or one for each axis, one after another in any order.
 
     Tensors become pointers; descriptors stay.
 
     ``late``: tensors that the kernel ahead writes. They are NaN, or a large integer, until a program has waited for it, which each must do.
-    ``together``: so many consecutive programs run at once, whose last step is ``warp_specialize``.
     """
     function = emulated(kernel)
     given = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
     given = [Value(torch.tensor(x, dtype=torch.int32)) if isinstance(x, int) and not isinstance(x, bool) else x for x in given]
     programs = programs if isinstance(programs, tuple) else (programs,)
     count = int(np.prod(programs))
-    for group in random.Random(seed).sample(range(count // together), count // together):
-        members, gathered = [], [] if together > 1 else None
-        for number in range(group * together, (group + 1) * together):
-            pid = tuple(number // int(np.prod(programs[:axis])) % size for axis, size in enumerate(programs))
-            one = Machine(pid, seed + number)
-            awaited = {name: (x, x.clone()) for name, x in enumerate(late)}
-            one.kernel_ahead = lambda awaited=awaited: [x.copy_(values) for x, values in map(awaited.pop, list(awaited))]
-            for x in late:
-                x.fill_(float("nan") if x.is_floating_point() else 2**40)
-            one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
-            one.gathered, one.leader = gathered, members[0] if members else None
-            members.append(one)
+    for number in random.Random(seed).sample(range(count), count):
+        pid = tuple(number // int(np.prod(programs[:axis])) % count for axis, count in enumerate(programs))
+        one = Machine(pid, seed + number)
+        awaited = {name: (x, x.clone()) for name, x in enumerate(late)}
+        one.kernel_ahead = lambda awaited=awaited: [x.copy_(values) for x, values in map(awaited.pop, list(awaited))]
+        for x in late:
+            x.fill_(float("nan") if x.is_floating_point() else 2**40)
+        one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
 
-            def allocate(dtype, shape, one=one):
-                bytes_ = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
-                block = torch.full((bytes_,), 255, dtype=torch.uint8)  # NaN in every float
-                one.memory.append(block)
-                return block.view(dtype).view(shape)
+        def allocate(dtype, shape, one=one):
+            bytes_ = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+            block = torch.full((bytes_,), 255, dtype=torch.uint8)  # NaN in every float
+            one.memory.append(block)
+            return block.view(dtype).view(shape)
 
-            one.allocate = allocate
-            _local.machine, _local.warps = one, warps
-            function(*given, **constants)
-            assert not awaited, "a program that does not wait for the kernel ahead"
-        if gathered:
-            members[0].run([job for job, _ in gathered], [one for _, one in gathered])
+        one.allocate = allocate
+        _local.machine, _local.warps = one, warps
+        function(*given, **constants)
+        assert not awaited, "a program that does not wait for the kernel ahead"
 
 
 def run(plan, tensors, sizes, seed=0):
@@ -692,8 +663,7 @@ def run(plan, tensors, sizes, seed=0):
         numbers = [Value(torch.tensor(x)) if place in one.wide else x for place, x in enumerate(one.numbers)]  # 64 bits
         arguments = [*tiled, *given[len(tiled) :], *numbers]
         late = [tensors[name] for name in used if dict(one.options).get("launch_pdl")]
-        together = constants.get("SHARE", 1)  # of ``delta/triton/sm90/forward.py``: programs that exchange tiles
-        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late, together)
+        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late)
         used |= {name for name in one.tensors if name in plan.memory and tensors[name].is_floating_point()}
     return tensors
 

@@ -1,7 +1,4 @@
-"""The forward pass with decays per channel on Hopper, for every gate: in one launch, ``sm90/forward.py``, or in two.
-
-The two launches, ``sm90/prepare.py`` and ``sm90/walk.py``, have the same results. They move all tiles through memory.
-"""
+"""The forward pass with decays per channel on Hopper, for every gate: ``sm90/prepare.py``, then ``sm90/walk.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan, Sizes
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, C, Call, Forward
 from .chunks import start
@@ -20,13 +17,7 @@ from .chunks import start
 K, VALUES = 128, (64, 128)
 """Key channels of a head, and value channels."""
 W = 32
-"""Key channels that ``prepare`` has in registers at once."""
-REGISTERS = (200, 104, 24, 24)
-"""Of a thread of ``prepare``, ``invert``, ``copy`` and ``load``; ``walk`` has the other 184."""
-AT_LAUNCH = 128
-"""Registers of every thread at launch."""
-SHARES = 8
-"""Programs of a head at most."""
+"""Key channels that ``prepare`` has in registers at once. With 64 it spills 192 bytes (Triton 3.6)."""
 ROWS = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
@@ -54,44 +45,7 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def programs_of_head(call: Call) -> int:
-    """One for 64 value channels, and more while multiprocessors are idle."""
-    share = call.V // C
-    while share < SHARES and 2 * share * call.N * call.H <= call.target.multiprocessors:
-        share *= 2
-    return share
-
-
 def _forward(call: Forward) -> Plan:
-    from ..sm90 import exchange, forward
-
-    plan, p, H, V, share = Plan(), call.p, call.H, call.V, programs_of_head(call)
-    depth, width, most = max(4, 2 * share), share + V // C, max(call.target.multiprocessors // share, 1)
-
-    def groups(s: Sizes) -> int:
-        """Programs that run at once, one on each multiprocessor, in groups that share heads."""
-        return max(min(s["N"] * H, most), 1)
-
-    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-    final = plan.empty("final_state", sequences, H, K, V)
-    x = plan.empty("tiles", groups, depth * 3 * C, K, dtype=p.q.dtype)
-    a = plan.empty("weights", groups, depth * C, C, dtype=p.q.dtype)
-    totals = plan.empty("totals", groups, 2 * depth, K)
-    counts = plan.empty("counts", groups, width, dtype=torch.int32)
-    first, steps = start(call)
-    shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
-    plan.launch(exchange.penstock_zero_counts, lambda s: -(-groups(s) * width // 1024), (counts,), (lambda s: groups(s) * width,), 4)
-    plan.launch(
-        forward.penstock_kda_fwd_sm90, lambda s: groups(s) * share,
-        ("q", "k", "g", "v", output, x, x, a, "beta", totals, counts, first or final, output, final, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta"), *steps), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, C)] * 2, Tile(C, W), Tile(C, K), Tile(C, C)), AT_LAUNCH, cooperative=True,
-        K=K, V=V, W=W, INITIAL=first is not None, PACKED=call.packed, SHARE=share, DEPTH=depth, REGISTERS=REGISTERS,
-    )  # fmt: skip
-    return plan
-
-
-def _forward_in_two(call: Forward) -> Plan:
     from ..sm90 import prepare, walk
 
     plan, p, H, V, slots = Plan(), call.p, call.H, call.V, call.chunks(C)
@@ -119,5 +73,4 @@ def _forward_in_two(call: Forward) -> Plan:
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
 EXAMPLES = (Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1}))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_fwd_sm90", _forward, absent, refuses, examples=EXAMPLES)
-FORWARD_IN_TWO: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward_in_two, absent, refuses, examples=EXAMPLES)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)

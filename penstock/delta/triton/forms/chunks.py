@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
+from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
-from ..portable import gradients, prepare, walk, walk_backward
+from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
+from ..portable import gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
 
 WIDEST = 128
 """Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
@@ -27,7 +28,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
     """Add the memory of tiles that do not depend on states, and the launch that computes them."""
     slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
     channel, two = call.decay == CHANNEL, call.streams == 2
-    levels, anchors = call.levels
+    levels, anchors = len(lengths(C, call.low)), call.low > 0
     b = call.config("prepare")
 
     def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
@@ -35,13 +36,14 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
 
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
-        ("q", "k", "g", "beta", *call.streamed, memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
+        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan),
+         memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
          memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel),
          memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
          memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, PACKED=call.packed,
-        PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors,
+        PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
 
 
@@ -116,14 +118,32 @@ def _backward(call: Backward) -> Plan:
         K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
         PRECISION=call.precision, STAGES=b.stages,
     )  # fmt: skip
-    b, (levels, anchors) = call.config("gradients"), call.levels
+    b = call.config("pairs_backward")
+    weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
+    straddling = plan.empty("straddling", slots, H, C) if call.decay == SCALAR else "q"
     plan.launch(
-        gradients.penstock_delta_gradients, call.programs(slots, 1),
-        ("q", "k", "v", "g", "beta", *call.streamed, *present(plan, "pairs", "late", "solved", "x"), z, "chunk_states", d_states, "d_output",
-         dq, dk, dg, dbeta, da, db, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta", *call.streamed), *d_output.stride()), b.warps,
-        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors, DG=dg != "q",
-        PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+        pairs_backward.penstock_delta_pairs_bwd, call.programs(slots, 1),
+        ("v", "g", "beta", "pairs", weights, *present(plan, "late", "solved", "x"), z, "d_output", straddling, dbeta, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
+        V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+    )  # fmt: skip
+    states, arguments = ("x", z, "chunk_states", d_states, "d_output"), ("q", "k", "v", "g", "beta")
+    if call.decay != CHANNEL:
+        b = call.config("scalar_gradients")
+        plan.launch(
+            scalar_gradients.penstock_delta_scalar_gradients, call.programs(slots, 1),
+            ("q", "k", "g", "beta", weights, *states, straddling, dq, dk, dg, "cu_seqlens"),
+            (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride()), b.warps,
+            K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision,
+        )  # fmt: skip
+        return plan
+    b = call.config("gradients")
+    plan.launch(
+        gradients.penstock_delta_gradients, call.programs(slots, math.ceil(K / b.BJ)),
+        (*arguments, *call.streamed, *call.matrices(plan), weights, *present(plan, "late"), *states, dq, dk, dg, da, db, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides(*arguments, *call.streamed), *d_output.stride()), b.warps,
+        K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, LEVELS=len(lengths(C, call.low)), ANCHOR=call.low > 0,
+        DG=dg != "q", PACKED=call.packed, PRECISION=call.precision,
     )  # fmt: skip
     return plan
 

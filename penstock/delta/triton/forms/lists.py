@@ -14,7 +14,6 @@ InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 
 CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
-    channels_sm90.FORWARD_IN_TWO,
     chunks.FORWARD,
 )
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (chunks.BACKWARD,)

@@ -1,9 +1,8 @@
 """Device functions that the chunk kernels share: sums of decays, factors of levels, and masks of pairs.
 
-A chunk of C tokens is cut into levels: blocks of 2 L tokens for L = C/2, C/4 ... 1. Every pair of tokens s < t is in different halves of
-the block of exactly one level. Its decay is the product of the factors of both tokens: of t the exponential of the sum of the decays from
-the middle of the block up to t, of s that of the decays after s up to the middle. Every factor is the exponential of one sum and at most
-1, so every decay is exact.
+A chunk of C tokens is cut into levels, see ``gpu/dyadic.py``: every pair of tokens s < t is in different halves of the block of exactly one
+level. Its decay is the product of the factors of both tokens. Every factor is the exponential of one sum and at most 1, so every decay is
+exact. ``matrices`` are those of ``dyadic.levels`` with and without the token's own decay.
 
 Bounded decays may have an anchor instead of the levels inside blocks of LOW tokens: the factors are exp(G_t) and exp(-G_s), G the sums
 from the beginning of the block. Decays are in log2 units.
@@ -15,11 +14,12 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import FLOOR
-from ....gpu.tiles import LOG2E, apart, sums_of_rows, uniform
+from ....gpu.levels import apart, selected
+from ....gpu.tiles import LOG2E, span_of, uniform
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
 LEAST = tl.constexpr(2.0**-100)  # stands for a beta of 0
-INCLUSIVE, EXCLUSIVE, LATER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # tokens u <= t, u < t, u > t
+INCLUSIVE, EXCLUSIVE, LATER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # u <= t, u < t, u > t: triangles of ``levels``
 
 
 @triton.jit
@@ -27,10 +27,8 @@ def ordered(i, ORDER: tl.constexpr):
     """Which tokens u (columns) have this order relative to tokens t (rows): [C,C]."""
     if ORDER == INCLUSIVE:
         chosen = i[None, :] <= i[:, None]
-    elif ORDER == EXCLUSIVE:
-        chosen = i[None, :] < i[:, None]
     else:
-        chosen = i[None, :] > i[:, None]
+        chosen = i[None, :] < i[:, None]
     return chosen
 
 
@@ -41,52 +39,44 @@ def within(i, L):
 
 
 @triton.jit
-def of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr, OWN: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """Which decays (columns) are in the factor of each token (rows) at a level: [C,C]. Without the token's own decay unless OWN.
+def pairs_of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr):
+    """The pairs of tokens t (rows) and s < t (columns) of a level or, at level LEVELS, of the anchor: [C,C]."""
+    mask = apart(i, C // 2 >> level)
+    if ANCHOR:
+        mask = (uniform(level < LEVELS) & mask) | (uniform(level == LEVELS) & within(i, C >> LEVELS) & ordered(i, EXCLUSIVE))
+    return mask
 
-    TRANSPOSED: tokens are columns.
 
-    Level LEVELS is the anchor, whose blocks have as many tokens as the halves of the last level, or C.
+@triton.jit
+def halves_of_level(i, live, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr):
+    """Which tokens are rows, and which are columns, of the pairs of a level.
+
+    Tiles that are loaded for each level take no registers between levels. Masks that depend on the level keep the loads in the loop.
     """
-    L = tl.where(level < LEVELS, C // 2 >> level, C >> LEVELS)
-    if TRANSPOSED:
-        t = i[None, :]
-        u = i[:, None]
-    else:
-        t = i[:, None]
-        u = i[None, :]
-    later = ((t & L) != 0) | uniform(level == LEVELS)
-    read = u <= t if OWN else u < t
-    return within(i, L) & ((later & read) | (~later & (u > t)))
+    second = (i & (C // 2 >> level)) != 0
+    later = live & second
+    earlier = live & ~second
+    if ANCHOR:
+        anchored = live & uniform(level == LEVELS)
+        later |= anchored
+        earlier |= anchored
+    return later, earlier
 
 
 @triton.jit
-def pairs_of_level(i, level, C: tl.constexpr, LEVELS: tl.constexpr):
-    """The pairs of tokens t (rows) and s < t (columns) of a level or of the anchor: [C,C]."""
-    L = tl.where(level < LEVELS, C // 2 >> level, C >> LEVELS)
-    anchored = within(i, L) & ordered(i, EXCLUSIVE)
-    return (uniform(level < LEVELS) & apart(i, L)) | (uniform(level == LEVELS) & anchored)
-
-
-@triton.jit
-def sums(chosen, x, PRECISION: tl.constexpr):
-    """The sums of the rows of x that the rows of ``chosen`` [C,C] select: no scans, no differences."""
-    if PRECISION == "bf16" or PRECISION == "tf32":
-        s = sums_of_rows(chosen.to(tl.bfloat16), x)
-    else:
-        s = tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def factors_of_level(d, i, level, C: tl.constexpr, LEVELS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr):
+def factors_of_level(
+    d, matrices, i, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The factors of q, of a and of b (and k) at a level [C,BK], from the decays d of the chunk."""
-    G = sums(of_level(i, level, C, LEVELS, True), d, PRECISION)
+    inclusive, exclusive = matrices
+    G = selected(d, inclusive, level, i, C, PRECISION)
     query = tl.exp2(G)
-    key = tl.exp2(tl.where(level == LEVELS, -G, G))
+    key = query
+    if ANCHOR:
+        key = tl.exp2(tl.where(level == LEVELS, -G, G))
     removal = query
     if not AFTER:
-        removal = tl.exp2(sums(of_level(i, level, C, LEVELS, False), d, PRECISION))
+        removal = tl.exp2(selected(d, exclusive, level, i, C, PRECISION))
     return query, removal, key
 
 
@@ -116,6 +106,18 @@ def scalar_factors(g, i, live, g_t, SCALAR: tl.constexpr):
         rest = read
         total = 1.0
     return decays, read, rest, total
+
+
+@triton.jit
+def chunk_of(program, cu_seqlens, N, T, H, C: tl.constexpr, PACKED: tl.constexpr):
+    """The chunk and head of a program: the batch row, the first token's row, the number of tokens, the head, the index [slots,H]."""
+    slot = program // H
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    h = (program % H).to(tl.int64)
+    batch = n.to(tl.int64)
+    if PACKED:
+        batch = batch * 0
+    return batch, begin + done, tl.minimum(end - begin - done, C).to(tl.int32), h, slot.to(tl.int64) * H + h
 
 
 @triton.jit

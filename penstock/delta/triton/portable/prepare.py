@@ -20,17 +20,19 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR, decays
-from ....gpu.tiles import apart, product, span_of, tile
+from ....gpu.levels import apart, selected
+from ....gpu.tiles import product, tile
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
     LATER,
+    chunk_of,
     factors_of_level,
+    halves_of_level,
     ordered,
     pairs_of_level,
     scalar_factors,
     strengths,
-    sums,
     within,
 )
 
@@ -46,9 +48,9 @@ def channels(matrix, r, live, j, K: tl.constexpr, BJ: tl.constexpr):
 
 @triton.jit
 def store_pairs(
-    queries, removals, writes, keys, gates, level, pairs, late, at, i, live, scale,
+    queries, removals, writes, keys, gates, matrices, level, pairs, late, at, i, live, scale,
     K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr,
-    LEVELS: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Store the pairs of a level: of q and a with b in ``pairs`` [2,C,C], with k in ``late`` [2,C,C]."""
     g, g_t, g_k = gates
@@ -56,20 +58,21 @@ def store_pairs(
     ab = tl.zeros((C, C), tl.float32)
     qk = tl.zeros((C, C), tl.float32)
     ak = tl.zeros((C, C), tl.float32)
+    later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
         d = decays(g, i, live, g_t, j, g_k, K, BJ)
-        query, removal, key = factors_of_level(d, i, level, C, LEVELS, AFTER, PRECISION)
-        q = (channels(queries, i, live, j, K, BJ) * query).to(OPERAND)
-        a = (channels(removals, i, live, j, K, BJ) * removal).to(OPERAND)
-        b = tl.trans((channels(writes, i, live, j, K, BJ) * key).to(OPERAND))
+        query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
+        q = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
+        a = (channels(removals, i, later, j, K, BJ) * removal).to(OPERAND)
+        b = tl.trans((channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND))
         qb += product(q, b, PRECISION)
         ab += product(a, b, PRECISION)
         if STREAMS == 2:
-            k = tl.trans((channels(keys, i, live, j, K, BJ) * key).to(OPERAND))
+            k = tl.trans((channels(keys, i, earlier, j, K, BJ) * key).to(OPERAND))
             qk += product(q, k, PRECISION)
             ak += product(a, k, PRECISION)
-    mask = pairs_of_level(i, level, C, LEVELS)
+    mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
     tl.store(pairs + at, qb * scale, mask=mask)
     tl.store(pairs + C * C + at, ab * (-1.0 if STREAMS == 1 else 1.0), mask=mask)
     if STREAMS == 2:
@@ -79,20 +82,20 @@ def store_pairs(
 
 @triton.jit
 def store_state_factors(
-    queries, removals, keys, gates, qr, ar, kr, total, j, i, live, scale,
-    K: tl.constexpr, BJ: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+    queries, removals, keys, gates, triangles, qr, ar, kr, total, j, i, live, scale,
+    K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the columns j of Qr, Ar, Kr (pointers [C,BJ]) and of the decay of the chunk (pointers [BJ])."""
     g, g_t, g_k = gates
     d = decays(g, i, live, g_t, j, g_k, K, BJ)
-    G = sums(ordered(i, INCLUSIVE), d, PRECISION)
+    G = selected(d, triangles, INCLUSIVE, i, C, PRECISION)
     tl.store(qr, (channels(queries, i, live, j, K, BJ) * scale * tl.exp2(G)).to(qr.dtype.element_ty))
     if not AFTER:
-        G = sums(ordered(i, EXCLUSIVE), d, PRECISION)
+        G = selected(d, triangles, EXCLUSIVE, i, C, PRECISION)
     removal = channels(removals, i, live, j, K, BJ) * (-1.0 if STREAMS == 1 else 1.0)
     tl.store(ar, (removal * tl.exp2(G)).to(ar.dtype.element_ty))
     if STREAMS == 2:
-        rest = tl.exp2(sums(ordered(i, LATER), d, PRECISION))
+        rest = tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
         tl.store(kr, (channels(keys, i, live, j, K, BJ) * rest).to(kr.dtype.element_ty))
     tl.store(total, tl.exp2(tl.sum(d, 0)))
 
@@ -167,7 +170,7 @@ def solve(pairs, solved, beta, tokens, beta_t, i, C: tl.constexpr, STREAMS: tl.c
 
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_delta_prepare(
-    q, k, g, beta, a, b, pairs, late, solved, ap, bt, qr, ar, kr, total, cu_seqlens, scale, N, T, H,
+    q, k, g, beta, a, b, levels, levels_before, pairs, late, solved, ap, bt, qr, ar, kr, total, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k,
     K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, GATE: tl.constexpr,
     LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
@@ -179,28 +182,21 @@ def penstock_delta_prepare(
     [slots,H,BK]; with two streams ``kr`` [slots,H,C,BK] and ``late`` (Aq_k, Aa_k) [slots,H,2,C,C]. ``pairs`` (Aq, Aa) [slots,H,2,C,C]. Of
     pairs and late, entries above the diagonal are undefined. Program (chunk, head). Rows of tokens that do not exist are 0.
 
-    BJ: key channels that are in registers at once. LEVELS: dyadic levels. ANCHOR: one anchor in blocks of C >> LEVELS tokens. PIECE: only chunks of C tokens are processed.
+    BJ: key channels that are in registers at once. LEVELS: dyadic levels. ANCHOR: one anchor in blocks of C >> LEVELS tokens. PIECE: only
+    chunks of C tokens are processed.
     """
     tl.static_assert(GATE == CHANNEL or AFTER)
     tl.static_assert(STREAMS == 1 or GATE == CHANNEL)
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    h = (tl.program_id(0) % H).to(tl.int64)
-    slot = tl.program_id(0) // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    tokens = tl.minimum(end - begin - done, C).to(tl.int32)
+    batch, row, tokens, h, share = chunk_of(tl.program_id(0), cu_seqlens, N, T, H, C, PACKED)
     if tokens <= 0:
         return
     if PIECE > 0:
         if tokens < C:
             return
-    batch = n.to(tl.int64)
-    if PACKED:
-        batch = batch * 0
-    row = begin + done
     i = tl.arange(0, C)
     live = i < tokens
     at = i[:, None] * C + i[None, :]
-    share = slot.to(tl.int64) * H + h
     queries = (q + batch * q_b + row * q_t + h * q_h, q_t, q_k)
     keys = (k + batch * k_b + row * k_t + h * k_h, k_t, k_k)
     removals = (a + batch * a_b + row * a_t + h * a_h, a_t, a_k)
@@ -215,11 +211,12 @@ def penstock_delta_prepare(
     tiles = share * (C * BK) + i[:, None] * BK
 
     gates = (g, g_t, g_k)
+    triangles = levels + (LEVELS + ANCHOR) * (C * C)
     if GATE == CHANNEL:
         for level in tl.range(LEVELS + ANCHOR, num_stages=1):
             store_pairs(
-                queries, removals, writes, keys, gates, level, pairs, late, at, i, live, scale, K, BK, BJ, C, STREAMS, AFTER, LEVELS,
-                PRECISION, OPERAND,
+                queries, removals, writes, keys, gates, (levels, levels_before), level, pairs, late, at, i, live, scale,
+                K, BK, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND,
             )  # fmt: skip
         tl.store(pairs + i * (C + 1), own_pairs(queries, writes, i, live, K, BK, BJ, C) * scale)
         if STREAMS == 2:
@@ -229,8 +226,8 @@ def penstock_delta_prepare(
             j = first + tl.arange(0, BJ)
             to = tiles + j[None, :]
             store_state_factors(
-                queries, removals, keys, gates, qr + to, ar + to, kr + to, total + share * BK + j, j, i, live, scale, K, BJ, STREAMS, AFTER,
-                PRECISION,
+                queries, removals, keys, gates, triangles, qr + to, ar + to, kr + to, total + share * BK + j, j, i, live, scale,
+                K, BJ, C, STREAMS, AFTER, PRECISION,
             )  # fmt: skip
     else:
         between, _read, _rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
@@ -245,7 +242,7 @@ def penstock_delta_prepare(
         j = first + tl.arange(0, BJ)
         B = channels(writes, i, live, j, K, BJ)
         if GATE == CHANNEL:
-            B *= tl.exp2(sums(ordered(i, LATER), decays(g, i, live, g_t, j, g_k, K, BJ), PRECISION))
+            B *= tl.exp2(selected(decays(g, i, live, g_t, j, g_k, K, BJ), triangles, LATER, i, C, PRECISION))
         else:
             _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
             B *= rest[:, None]

@@ -3,8 +3,8 @@
 One program holds a block of V of one head's state in registers and processes one token after another, in float32. Both products with the
 state, of a and of q, read the same state, so a token has one phase of sums over K::
 
-    one stream    S~ = exp(g) o S    w = v - k S~    u = beta w    o = scale (q S~ + (q . k) u)               S' = S~ + k^T u
-    two streams   w = a S            o = scale ((q o exp(g)) S + (q . b) w + (q . k) v)                        S' = exp(g) o S + b^T w + k^T v
+    one stream    S~ = exp(g) o S    u = beta (v - k S~)    o = scale (q S~ + (q . k) u)              S' = S~ + k^T u
+    two streams   w = a S            o = scale ((q o exp(g)) S + (q . b) w + (q . k) v)               S' = exp(g) o S + b^T w + k^T v
 
 Over many tokens (PENDING) decays stay pending, see ``gpu/pending.py``.
 """

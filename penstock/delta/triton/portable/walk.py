@@ -3,8 +3,8 @@
     X  = beta o (R + Ar S)                    R = V (one stream), Aa_k V (two streams)
     O  = Ap X + Qr S   [+ Aq_k V]             S' = total o S + Bt^T X   [+ Kr^T V]
 
-Without decays per channel Ar S and Qr S are -read o (k S) and scale read o (q S): the tiles are q and k themselves. From chunk to chunk there
-are two products that depend on each other, Ar S and Bt^T X.
+Without decays per channel Ar S and Qr S are -read o (k S) and scale read o (q S): the tiles are q and k themselves. From chunk to chunk
+there are two products that depend on each other, Ar S and Bt^T X.
 """
 
 from __future__ import annotations

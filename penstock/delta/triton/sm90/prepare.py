@@ -34,26 +34,18 @@ def store_group_sums(g, part, W: gl.constexpr):
 
 
 @gluon.jit
-def memory_of_factors(PARTS: gl.constexpr, W: gl.constexpr):
-    """Memory [PARTS,GROUPS,W] for factors of groups: decays before, for q with scale, and for k; after; of level 32, for rows and columns.
+def memory_of_factors(W: gl.constexpr):
+    """Memory [GROUPS,W] for factors of groups: decays before, for q with scale, and for k; after; of level 32, for rows and for columns.
 
-    Each has its own: between stores to one allocation, Triton synchronizes all warps. Those for rows are of two chunks: ``prepare`` reads
-    them after it released the memory of inputs, when those of the next chunk may be stored.
+    Each has its own: between stores to one allocation, Triton synchronizes all warps.
     """
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    a = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    b = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    c = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
-    d = gl.allocate_shared_memory(gl.float32, [2 * PARTS, GROUPS, W], plain2)
-    e = gl.allocate_shared_memory(gl.float32, [PARTS, GROUPS, W], plain2)
+    a = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    b = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    c = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    d = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    e = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
     return a, b, c, d, e
-
-
-@gluon.jit
-def factors_of(factors_s, p, phase):
-    """The memory [GROUPS,W] of part p of an even or odd chunk."""
-    rows = factors_s[3].index(phase * factors_s[0].shape[0] + p)
-    return factors_s[0].index(p), factors_s[1].index(p), factors_s[2].index(p), rows, factors_s[4].index(p)
 
 
 @gluon.jit
@@ -226,7 +218,7 @@ def penstock_kda_prepare_sm90(
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
     part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
-    factors_s = memory_of_factors(1, W)
+    factors_s = memory_of_factors(W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
     meet()
@@ -249,16 +241,15 @@ def penstock_kda_prepare_sm90(
     D_q, near_q, far_q = no_pairs()
     D_k, near_k, far_k = no_pairs()
     for p in range(PARTS):
-        factors = factors_of(factors_s, 0, p & 1)
         store_group_sums(g_s.index(p), part_s, W)
         meet()
-        store_factors(part_s, factors, totals + place * K + p * W, scale, W)
+        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
         meet()
         D_q, D_k, Q, Kt = near_pairs_and_tiles(
-            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors, D_q, D_k, W
+            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, D_q, D_k, W
         )
         meet()
-        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors[3], near_q, near_k, far_q, far_k, kind, W)
+        near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors_s[3], near_q, near_k, far_q, far_k, kind, W)
     of_q = (D_q, near_q, far_q)
     of_k = (D_k, near_k, far_k)
     fence_async_shared()

@@ -7,10 +7,10 @@ import math
 import torch
 
 from ....call.implementation import Example
+from ....gpu.dyadic import lengths
 from ....gpu.plan import Plan, strides
 from ....gpu.target import power
 from ....tokens.gpu_calls import sequences, tokens
-from ...levels import lengths
 from ..calls import CHANNEL, Backward, Call, Forward
 from ..portable import chunk_backward, chunk_forward
 from ..states import Segments, before_chunks, segments_before_chunks

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
+from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.hopper import absent
 from ....gpu.plan import Plan, strides
 from ....gpu.target import power
 from ....tokens.gpu_calls import sequences, tokens
-from ...levels import lengths
 from ..calls import InPlace
 from ..portable import chunk_forward
 from ..table import LEAST

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, NONE, SCALAR, decays
+from ....gpu.levels import selected
 from ....gpu.tiles import LOG2E, product, rounded, sequence_with_pieces, slot_of, tile, tokens_of
-from .tiles import SUITS, constant_decay, factors, ones, scalar_sums, selected, weights_by_levels
+from .tiles import SUITS, constant_decay, factors, ones, scalar_sums, weights_by_levels
 
 
 @triton.jit

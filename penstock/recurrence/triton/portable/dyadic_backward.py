@@ -1,4 +1,4 @@
-"""Gradients of a chunk whose decays per channel are too strong for one anchor: by levels, see ``recurrence.levels``.
+"""Gradients of a chunk whose decays per channel are too strong for one anchor: by levels, see ``gpu/dyadic.py``.
 
 X = f o (q in second halves, k in first halves) of a level, where f are the decays between a token and the middle of its block. read, rest
 and total are the decays from the chunk's beginning to a token, from a token to the chunk's end, and of the whole chunk::
@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import decays
-from ....gpu.tiles import apart, product, tile
+from ....gpu.levels import apart, selected
+from ....gpu.tiles import product, tile
 from .segments import chunk_state
-from .tiles import halves, selected, weights_by_levels
+from .tiles import halves, weights_by_levels
 
 
 @triton.jit

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import FLOOR
-from ....gpu.tiles import LOG2E, apart, product, sums_of_rows, tile
+from ....gpu.levels import apart, selected, sums_of_rows
+from ....gpu.tiles import LOG2E, product, tile
 
 SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
 COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
@@ -18,7 +19,7 @@ COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds t
 
 @triton.jit
 def ones(levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Matrix n [C,C] of ``levels`` for ``sums``, see ``recurrence.levels``. 0 where ``sums`` of a triangle needs none.
+    """Matrix n [C,C] of ``levels`` for ``sums``, see ``gpu/dyadic.py``. 0 where ``sums`` of a triangle needs none.
 
     Loaded operands of products stay in shared memory, which takes no registers and few instructions.
     """
@@ -87,22 +88,6 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """Sums of the rows of x [C,BK] that matrix n [C,C] of ``levels`` selects, see ``recurrence.levels``: on tensor cores, no differences.
-
-    TRANSPOSED: row t is the sum of the rows whose sums have row t otherwise.
-    """
-    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
-    if TRANSPOSED:
-        chosen = tl.trans(chosen)
-    if PRECISION == "bf16" or PRECISION == "tf32":
-        s = sums(x, chosen, PRECISION)
-    else:
-        s = tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
 def halves(queries, keys, r, live, second, j, K: tl.constexpr, BK: tl.constexpr):
     """q where ``second``, else k: [C,BK]. Loaded for each level, which takes no registers between levels."""
     q, q_t, q_k = queries
@@ -119,7 +104,7 @@ def weights_by_levels(
 ):  # fmt: skip
     """A [C,C] strictly below the diagonal for any decays d, in log2 units; and the sums of d [C,BK] that matrix THEN of ``levels`` selects.
 
-    Every pair of tokens belongs to the level whose block's halves they lie in, see ``recurrence.levels``. With X = f o (q in second
+    Every pair of tokens belongs to the level whose block's halves they lie in, see ``gpu/dyadic.py``. With X = f o (q in second
     halves, k in first halves), where f are the decays between a token and the middle of its block, X X^T are the weights of its pairs.
     Factors are at most 1, so X of float16 inputs fits float16, which has as many bits as TF32 and faster products.
 

@@ -1,0 +1,67 @@
+"""Bad input: which exception, and what its message says."""
+
+import pytest
+import torch
+from deltas import Delta, named
+
+import penstock as ps
+
+B, T, H, K, V = 2, 5, 4, 3, 6
+A_LOG, BIAS = torch.zeros(H), torch.zeros(H, K)
+
+
+def good(variant, **changed):
+    case = Delta(variant, B=B, T=T, H=H, G=2, K=K, V=V)
+    return named(case, case.tensors(), case.row.query, case.row.gate) | changed
+
+
+WRONG = [
+    ("delta_rule", {"beta": torch.zeros(B, T, H, K)}, ps.ShapeError, "delta_rule: beta must be of shape [B,T,H] = [2, 5, 4], got [2,"),
+    ("delta_rule", {"beta": None}, ps.DtypeError, "delta_rule: beta must be a torch.Tensor, got None."),
+    ("delta_rule", {"k": torch.zeros(B, T, H, K)}, ps.ShapeError, "k must be of shape [B,T,G,K] = [2, 5, 2, 3], got [2, 5, 4, 3]."),
+    ("gated_delta_rule", {"g": torch.zeros(B, T, H, K)}, ps.ShapeError, "g must be of shape [B,T,H] = [2, 5, 4], got [2, 5, 4, 3]."),
+    ("kda", {"g": torch.ones(B, T, H, K)}, ps.RangeError, "kda: g must be a log decay, natural logarithm, nowhere above 0 or NaN"),
+    ("kda", {"g": None}, ps.ShapeError, "kda: g must be given, of shape [B,T,H,K], got None."),
+    ("kda", {"v": torch.zeros(B, T, 3, V)}, ps.InvalidArgument, "with H a multiple of the G = 2 heads of q and k"),
+    ("kda", {"dt_bias": BIAS}, ps.ShapeError, "kda: dt_bias must be left out without a raw gate, got [4, 3]."),
+    ("kda", {"A_log": A_LOG, "dt_bias": BIAS[0]}, ps.ShapeError, "kda: dt_bias must be of shape [H,K] = [4, 3], got [3]."),
+    ("kda", {"A_log": A_LOG, "lower_bound": 0.0}, ps.RangeError, "kda: lower_bound must be finite and below 0, got 0.0."),
+    ("kda", {"A_log": A_LOG, "lower_bound": -float("inf")}, ps.RangeError, "kda: lower_bound must be finite and below 0, got -inf."),
+    ("kda", {"lower_bound": -5.0}, ps.RangeError, "kda: lower_bound must be None without A_log, got -5.0."),
+    ("kda", {"allow_neg_eigval": True}, ps.RangeError, "kda: allow_neg_eigval must be False without beta_logits, got True."),
+    ("kda", {"use_qk_l2norm": 1}, ps.DtypeError, "kda: use_qk_l2norm must be True or False, got 1 of type int."),
+    ("gated_delta_rule", {"A_log": torch.zeros(2)}, ps.ShapeError, "A_log must be of shape [H] = [4], got [2]."),
+    ("rwkv7", {"a": None}, ps.DtypeError, "rwkv7: a must be a torch.Tensor, got None."),
+    ("rwkv7", dict.fromkeys("ab", torch.zeros(B, T, 3, K)), ps.ShapeError, "a must be of 2 or 4 heads, those of k or of v, got [2,"),
+    ("rwkv7", {"b": torch.zeros(B, T, H, K)}, ps.ShapeError, "b must be of shape [B,T,J,K] = [2, 5, 2, 3], got [2, 5, 4, 3]."),
+    ("rwkv7", {"w": torch.ones(B, T, H, K)}, ps.RangeError, "rwkv7: w must be a log decay"),
+    ("rwkv7", {"raw_decay": 1}, ps.DtypeError, "rwkv7: raw_decay must be True or False, got 1 of type int."),
+    ("dplr", {"a": torch.zeros(B, T, 2, K).double()}, ps.DtypeError, "dplr: a must be float32, got torch.float64."),
+    ("dplr", {"scale": float("nan")}, ps.RangeError, "dplr: scale must be finite, got nan."),
+    ("dplr", {"impl": "fast"}, ps.RangeError, "dplr: impl must be one of auto, "),
+    ("dplr", {"cu_seqlens": torch.tensor([0, 5])}, ps.InvalidArgument, "dplr: B must be 1 with cu_seqlens, got 2."),
+    ("kda", {"initial_state": torch.zeros(1, H, K, V)}, ps.ShapeError, "kda: initial_state must be of shape [N,H,K,V] = [2, 4, 3, 6]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "changed", "kind", "said"), WRONG, ids=lambda x: str(x)[:40])
+def test_wrong_arguments(variant, changed, kind, said):
+    with pytest.raises(ps.PenstockError) as caught:
+        getattr(ps, variant)(**good(variant, **changed))
+    assert isinstance(caught.value, kind)
+    assert said in str(caught.value)
+
+
+def test_raw_gates_may_have_any_sign():
+    """Only log decays are at most 0."""
+    x = torch.randn(B, T, H, K)
+    assert ps.kda(**good("kda", g=x, A_log=A_LOG)).output.isfinite().all()
+    assert ps.rwkv7(**good("rwkv7", w=x, raw_decay=True)).output.isfinite().all()
+
+
+def test_operators_refuse_options_of_other_variants():
+    """Called below the public functions, too, no option is ignored."""
+    case = Delta("rwkv7", B=1, T=2, H=1, K=2, V=2)
+    given = [case.tensors()[name] for name in case.operator.names]
+    with pytest.raises(ps.ImplementationRefused, match="rwkv7 has no beta, and no use_qk_l2norm"):
+        torch.ops.penstock.delta(*given, "rwkv7", None, True, True, False, False, None, "auto")

@@ -1,0 +1,108 @@
+"""The Triton kernels of the delta rule, under the interpreter (on a GPU: compiled): rows, gates, keys, lengths, both passes, in place."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from contract import check_contract
+from delta_cases import gates, interpreted_cases, interpreted_pooled_cases
+from deltas import KEYS, Delta, PooledDelta
+from sampling import every, slow
+
+import penstock as ps
+from penstock.delta.triton import calls
+from penstock.delta.variants import VARIANTS
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+"""NumPy's, of values in the interpreter that masks discard."""
+ROWS = list(VARIANTS)
+LENGTHS = (0, 63, 65, 5, 0, 64)
+
+
+@pytest.mark.parametrize("T", [1, *slow(63, 64), 65, *slow(200)])
+@pytest.mark.parametrize("variant", ROWS)
+def test_chunks_equal_the_oracle(variant, T):
+    check_contract(Delta(variant, B=1, H=2, T=T, K=20, V=12), "triton_chunkwise")
+
+
+MORE = [case for variant in ROWS for case in interpreted_cases(variant)]
+
+
+@pytest.mark.parametrize("case", [*every(40, MORE), *slow(*MORE)], ids=str)
+@pytest.mark.parametrize("impl", ["triton_chunkwise", *slow("triton_recurrent")])
+def test_calls_equal_the_oracle(case, impl):
+    check_contract(case, impl)
+
+
+GATED = [Delta(variant, B=1, H=1, T=70, K=12, V=8, gate=gate) for variant in ("gated_delta_rule", "kda", "dplr") for gate in gates(variant)]
+
+
+@pytest.mark.parametrize("case", [*every(6, GATED), *slow(*GATED)], ids=str)
+def test_any_gate_equals_the_oracle(case):
+    check_contract(case, "triton_chunkwise")
+
+
+CORRELATED = [
+    Delta(variant, B=1, H=1, T=130, K=16, V=8, gate="weak" if VARIANTS[variant].decay else "logsigmoid", key=key, beta=beta)
+    for variant in ("delta_rule", "kda")
+    for key in KEYS
+    for beta in (0.0, 1.0, 2.0)
+]
+
+
+@pytest.mark.parametrize("case", [*every(7, CORRELATED), *slow(*CORRELATED)], ids=str)
+def test_correlated_keys_equal_the_oracle(case):
+    check_contract(case, "triton_chunkwise")
+
+
+@pytest.mark.parametrize("variant", ["kda", *slow("rwkv7", "gated_delta_rule", "delta_rule")])
+def test_packed_sequences_and_wide_heads_equal_the_oracle(variant):
+    gate = "spikes" if VARIANTS[variant].decay else "logsigmoid"
+    check_contract(Delta(variant, H=1, lengths=LENGTHS, K=12, V=20, gate=gate), "triton_chunkwise")
+    check_contract(Delta(variant, B=1, H=1, T=70, K=100, V=70), "triton_chunkwise")
+
+
+@pytest.mark.parametrize("low", [16, 64])
+@pytest.mark.parametrize("variant", ["kda", *slow("rwkv7")])
+def test_anchors_equal_the_oracle(variant, low, monkeypatch):
+    """One anchor in blocks of 16 or 64 tokens, for decays that are bounded."""
+    monkeypatch.setattr(calls.Call, "low", property(lambda call: low))
+    check_contract(Delta(variant, B=1, H=1, T=70, K=12, V=8, gate="logsigmoid/16"), "triton_chunkwise")
+
+
+def test_heads_that_are_too_wide_are_refused():
+    x = torch.zeros(1, 3, 1, 200)
+    with pytest.raises(ps.ImplementationRefused, match="heads of at most K = 128, these have 200"):
+        ps.delta_rule(x, x, x, x[..., 0], impl="triton_chunkwise")
+
+
+POOLED = [case for variant in ROWS for case in interpreted_pooled_cases(variant)]
+
+
+@pytest.mark.parametrize("case", [*every(4, POOLED), *slow(*POOLED)], ids=str)
+def test_updates_in_place_equal_the_oracle(case):
+    check_contract(case, "triton_recurrent")
+
+
+@pytest.mark.parametrize("variant", ["kda", *slow(*(name for name in ROWS if name != "kda"))])
+def test_cuts_at_multiples_of_64_tokens_change_no_bit(variant):
+    """Also with other sequences in the call."""
+    case = PooledDelta(variant, H=1, K=8, V=12, lengths=(130,), slots=(2,), rows=4)
+    tensors = case.tensors()
+    pool = tensors["state"]
+    call = partial(replace(case).call, impl="triton_recurrent")
+    whole = pool.clone()
+    output = call(tensors | {"state": whole})
+    parts, state = [], pool.clone()
+    for begin, end in ((0, 64), (64, 129), (129, 130)):
+        cut = {name: x[:, begin:end] if x is not None and x.dim() > 2 and name != "state" else x for name, x in tensors.items()}
+        parts.append(call(cut | {"state": state, "cu_seqlens": torch.tensor([0, end - begin])}))
+    assert torch.equal(torch.cat(parts, 1), output)
+    assert torch.equal(state, whole)
+
+
+def test_what_is_exactly_zero_has_zero_gradients():
+    """A beta of 0 writes nothing: its token has no gradient of k and v, and beta has one."""
+    case = Delta("kda", B=1, H=1, T=20, K=8, V=8, beta=0.0, state=False)
+    check_contract(case, "triton_chunkwise")
