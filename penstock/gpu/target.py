@@ -105,6 +105,11 @@ def power(x: int, least: int = 16) -> int:
     return max(least, 1 << max(x - 1, 0).bit_length())
 
 
+def from_registers(target: Target) -> bool:
+    """Whether all operands of products come from registers. On sm_90 and sm_100 many come from shared memory."""
+    return target.arch.startswith(("sm_8", "sm_12", "gfx"))
+
+
 def precision(dtype: torch.dtype, target: Target) -> str:
     """The precision of a kernel's products.
 

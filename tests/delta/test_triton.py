@@ -3,12 +3,17 @@
 from dataclasses import replace
 from functools import partial
 
+import contract
 import pytest
 import torch
+import triton
+import triton.language as tl
 from contract import check_contract
-from delta_cases import gates, interpreted_cases, interpreted_pooled_cases
-from deltas import KEYS, Delta, PooledDelta
+from delta_cases import gates, interpreted_cases, interpreted_pooled_cases, key_cases
+from deltas import Delta, PooledDelta
+from interpreted import within_bounds
 from sampling import every, slow
+from triton.runtime.errors import InterpreterError
 
 import penstock as ps
 from penstock.delta.triton import calls
@@ -44,10 +49,7 @@ def test_any_gate_equals_the_oracle(case):
 
 
 CORRELATED = [
-    Delta(variant, B=1, H=1, T=130, K=16, V=8, gate="weak" if VARIANTS[variant].decay else "logsigmoid", key=key, beta=beta)
-    for variant in ("delta_rule", "kda")
-    for key in KEYS
-    for beta in (0.0, 1.0, 2.0)
+    case for variant in ("delta_rule", "kda") for case in key_cases(variant) if case.dtype == torch.float32 and case.beta is not None
 ]
 
 
@@ -69,6 +71,28 @@ def test_anchors_equal_the_oracle(variant, low, monkeypatch):
     """One anchor in blocks of 16 or 64 tokens, for decays that are bounded."""
     monkeypatch.setattr(calls.Call, "low", property(lambda call: low))
     check_contract(Delta(variant, B=1, H=1, T=70, K=12, V=8, gate="logsigmoid/16"), "triton_chunkwise")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter checks addresses")
+@pytest.mark.parametrize("variant", ["kda", *slow(*(name for name in ROWS if name != "kda"))])
+def test_kernels_stay_within_their_tensors(variant):
+    """Both passes and an update in place, of sizes that blocks do not divide and of sizes that they divide."""
+    with within_bounds():
+        for case in (Delta(variant, B=1, H=2, T=70, K=20, V=12), Delta(variant, B=1, H=1, T=64, K=64, V=64)):
+            contract.run(case, case.tensors(), case.upstream(), "triton_chunkwise")
+        pooled = PooledDelta(variant, H=1, K=8, V=12, lengths=(3, 70, 64), slots=(5, 2, 7))
+        contract.run(pooled, pooled.tensors(), (), "triton_recurrent")
+
+
+def test_a_load_outside_of_all_tensors_is_found():
+    x = torch.zeros(64)
+    with within_bounds(), pytest.raises(InterpreterError, match="1 elements are outside"):
+        beyond[(1,)](x, SIZE=64)
+
+
+@triton.jit
+def beyond(x, SIZE: tl.constexpr):
+    tl.load(x + 1 + tl.arange(0, SIZE))
 
 
 def test_heads_that_are_too_wide_are_refused():

@@ -1,13 +1,16 @@
 """Triton's interpreter as the tests use it: it refuses masks that are not booleans, sums products in order, and patches Triton's language
 once a launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -48,6 +51,41 @@ def product_in_order(builder: object, a: Any, b: Any, d: Any, input_precision: o
     for k in range(a.data.shape[-1]):
         total += a.data[..., :, k : k + 1].astype(total.dtype) * b.data[..., k : k + 1, :].astype(total.dtype)
     return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+@contextmanager
+def within_bounds() -> Iterator[None]:
+    """In this block, loads and stores outside of the tensors of their launch raise AssertionError. Elements that a mask excludes may be.
+
+    For kernels without descriptors.
+    """
+    bounds: list[tuple[int, int]] = []
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(executor: Any, *arguments: Any, **options: Any) -> None:
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        bounds[:] = [(x.untyped_storage().data_ptr(), x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()) for x in tensors]
+        launch(executor, *arguments, **options)
+
+    def checked(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @wraps(method)
+        def access(builder: Any, *arguments: Any) -> Any:
+            pointers, mask = arguments[0], arguments[place]
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+            inside = np.zeros(at.shape, dtype=bool)
+            for first, last in bounds:
+                inside |= (at >= first) & (at + size <= last)
+            assert inside.all(), f"{np.count_nonzero(~inside)} elements are outside of all tensors"
+            return method(builder, *arguments)
+
+        return access
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+            patch.setattr(interpreter.InterpreterBuilder, name, checked(getattr(interpreter.InterpreterBuilder, name), place))
+        yield
 
 
 class Language:

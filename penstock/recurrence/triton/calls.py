@@ -18,10 +18,10 @@ from typing_extensions import Self
 from ...gpu import decays
 from ...gpu.levels import levels
 from ...gpu.plan import Plan, Sizes, chunks
-from ...gpu.target import Target, power, precision
+from ...gpu.target import Target, from_registers, power, precision
 from ...tokens.gpu_calls import TokenCall
 from ..declaration import Advance, Recurrence, Tokens
-from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
+from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """The strongest scalar decay of a chunk, log2 units, whose decays between tokens are differences of sums. If products have float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from ...gpu.target import Target
+from ...gpu.target import Target, from_registers
 
 KERNELS = ("forward", "backward", "states", "recurrent", "step")
 """The last two are one source: whole sequences token by token, and decode steps in place."""
@@ -68,11 +68,6 @@ HOPPER = tuple(
     for K, V in product((64, 128, 256), (64, 128, 256, 512))
 )
 """Where the kernels for Hopper are faster. "tf32": also float16 tensors, which Hopper's kernels multiply in float16."""
-
-
-def from_registers(target: Target) -> bool:
-    """Whether all operands of products come from registers. On sm_90 and sm_100 many come from shared memory."""
-    return target.arch.startswith(("sm_8", "sm_12", "gfx"))
 
 
 def by_rule(key: Key, target: Target) -> KernelConfig:

@@ -12,10 +12,7 @@ from . import channels_sm90, chunks, tokens
 InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 """Adds its launches to a plan, which write an output, for pieces of a number of tokens or for the tokens after them."""
 
-CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
-    channels_sm90.FORWARD,
-    chunks.FORWARD,
-)
+CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (channels_sm90.FORWARD, chunks.FORWARD)
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (chunks.BACKWARD,)
 TOKEN_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (tokens.FORWARD,)
 PIECES: tuple[InPlaceForm, ...] = (chunks.PIECES,)

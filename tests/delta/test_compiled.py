@@ -1,0 +1,48 @@
+"""The kernels of the delta rule for Hopper compile for sm_90, without a GPU, in a process without Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.gpu.hopper import without_gluon
+
+pytestmark = pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels")
+
+FORWARD = """
+import torch
+
+from penstock.delta.operators import DELTA
+from penstock.delta.triton import plan
+from penstock.gpu.plan import Planned
+from penstock.gpu.target import Target
+from penstock.tune.ahead import jobs, resources
+
+H200 = Target("sm_90", 132, 232448)
+for T, H, V, dtype, packed, state in ((150, 2, 128, torch.float32, False, True), (64, 1, 64, torch.bfloat16, False, False),
+                                      (70, 2, 128, torch.float32, True, True)):
+    q, k, v = (torch.zeros(1, T, H, D, dtype=torch.bfloat16) for D in (128, 128, V))
+    given = {"q": q, "k": k, "v": v, "g": torch.zeros(1, T, H, 128, dtype=dtype), "beta": torch.zeros(1, T, H)}
+    given["initial_state"] = torch.zeros(2 if packed else 1, H, 128, V) if state else None
+    given["cu_seqlens"] = torch.tensor([0, 5, T]) if packed else None
+    problem = DELTA.checked("kda", [given.get(name) for name in DELTA.names], (None, True, False, False, False, None))
+    tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
+    for job in jobs(Planned(plan.chunk_forward_plan(problem, H200).at(problem.sizes), tensors), "sm_90"):
+        found = resources(job)
+        print(found.spill, found.shared, job.kernel)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_forward_kernels_compile_almost_without_spills():
+    """8 bytes are those of a walk without an initial state."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", FORWARD], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.rpartition(".")[2] for line in lines] == ["penstock_kda_prepare_sm90", "penstock_kda_walk_sm90"] * 3
+    for line in lines:
+        spill, shared = map(int, line.split()[:2])
+        assert spill <= 8, line
+        assert shared <= 232448, line
