@@ -479,9 +479,11 @@ def inline_asm(asm, constraints, args, dtype, is_pure, pack):
         return Value(torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x))
     if asm.startswith(("mov", "griddepcontrol.launch_dependents; mov")):
         return args[0]
-    if asm.startswith("shfl.sync.bfly"):  # of tiles whose tokens are as in ``delta/triton/sm90/layouts.py``: lane 4 is token 1
-        x = raw(args[0])
-        return Value(x[torch.arange(len(x)) ^ int(asm.split(",")[2]) // 4])
+    if asm.startswith("cvt.rn.bf16x2"):
+        return Value(raw(args[0]).to(torch.bfloat16))
+    if asm.startswith("shfl.sync.bfly"):  # in ``delta/triton/sm90/layouts.py`` lane 4 is row 1, in ``columns.py`` lane 1 is column 2
+        x, lane = raw(args[0]), int(asm.split(",")[2])
+        return Value(x[torch.arange(len(x)) ^ lane // 4] if lane > 3 else x[:, torch.arange(x.shape[1]) ^ 2 * lane])
     if asm.startswith("cp.async.bulk.prefetch.L2"):
         assert not (raw(args[0]) % 16).any()
         assert not (raw(args[1]) % 16).any()

@@ -57,10 +57,10 @@ def _forward(call: Forward) -> Plan:
     first, steps = start(call)
     shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
     plan.launch(
-        prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, "beta", totals, "cu_seqlens"),
+        prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, a, "beta", totals, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, Tile(C, C, 3)),
-        K=K, PACKED=call.packed, W=W,
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2),
+        K=K, PACKED=call.packed, W=W, REMOVALS=False,
     )  # fmt: skip
     plan.launch(
         walk.penstock_kda_walk_sm90, call.programs(sequences, V // C),

@@ -179,15 +179,16 @@ def far_pairs(Q, Kt, near_s, far_s, rows_s, near_q, near_k, far_q, far_k, kind: 
     return near_q, near_k, far_q, far_k
 
 
-@gluon.jit(do_not_specialize=["N", "T", "H", "R"])
+@gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_sm90(
-    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
-    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr,
 ):  # fmt: skip
     """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
 
-    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k and B^T [slots,H,C,K] and A
-    [slots,H,C,C] in the dtype of q, and total [slots,H,K] in float32. Program (slot of a chunk, head): all of it.
+    Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k, B^T [slots,H,C,K] and A
+    [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a
+    chunk, head): all of it.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -262,7 +263,8 @@ def penstock_kda_prepare_sm90(
     d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-    A = assembled(of_k, narrow, mma) * -rates[:, None]
+    pairs = assembled(of_k, narrow, mma)
+    A = pairs * -rates[:, None]
     own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
     N_s.store(A.to(gl.float16))
     store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
@@ -273,9 +275,16 @@ def penstock_kda_prepare_sm90(
     A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
     a_s = reinterpret(N_s, kind, [C, C], half)
     a_s.store(A.to(kind))
+    if REMOVALS:
+        removals = gl.convert_layout(pairs.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+        removals = warpgroup_mma(removals, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        removals_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+        removals_s.store(removals.to(gl.float16))
     fence_async_shared()
     meet()
     async_store(a_tiles, [to, 0], a_s)
+    if REMOVALS:
+        async_store(r_tiles, [to, 0], removals_s)
     for p in gl.static_range(PARTS):
         B = warpgroup_mma(t_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
         b_s = reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout)

@@ -1,0 +1,145 @@
+"""The walk backward over the chunks of KDA on Hopper, in Gluon. With dS' the gradient of the state after a chunk,
+
+    Z = A^T dO + B^T dS'        Y = beta o Z = dV        dS = total o dS' + q^T dO - k^T Y        (q, k: times the decays w_1 ... w_t)
+
+The same products as in ``walk.py``, in the other direction: dS' is in registers, transposed, so that it, dO and Y are left operands without
+a copy. Two products of a chunk depend on the chunk after it. All other gradients need no chain: ``gradients.py``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ....gpu.hopper_tiles import async_store, meet
+from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.tiles import slot_of, tokens_of
+from .layouts import C
+from .states import nonzero
+
+STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def load_step(tiles, rings, bars, place, m):
+    """Start the loads of step m, which is chunk ``chunks - 1 - m``: B^T, dO, A, q and k."""
+    row, value_column, first, H, chunks = place
+    c = chunks - 1 - m
+    at = (first + c * H) * C
+    load_tiles(tiles, rings, bars, ([at, 0], [row + c * C, value_column], [at, 0], [at, 0], [at, 0]), m, m < chunks)
+
+
+@gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
+def penstock_kda_reverse_sm90(
+    b_tiles, o_tiles, a_tiles, q_tiles, k_tiles, y_tiles, dS_tiles, beta, totals, d_final_state, d_values, d_initial_state, cu_seqlens,
+    N, T, H, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
+    K: gl.constexpr, V: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Y = beta o (A^T dO + B^T dS'), dS = total o dS' + q^T dO - k^T Y, from the last chunk to the first.
+
+    TMA tiles: B^T, q, k [C,K] and A [C,C] of [slots,H,C,...], dO and dV [C,C] of tokens [B T,H V], dS'^T after each chunk [C,K] of
+    [slots,H,V,K]. Reads beta [B,T,H] and, with FINAL, the gradient of the final state [N,H,K,V] by strides, total [slots,H,K]. Writes
+    dV [B,T,H,V] and the gradient of the initial state [N,H,K,V]. Program (sequence, head, block of C value channels).
+    """
+    kind: gl.constexpr = o_tiles.dtype
+    NV: gl.constexpr = V // C
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    pid = gl.program_id(0)
+    vb = pid % NV
+    slot = pid // NV // H
+    h = pid // NV % H
+    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    head = h.to(gl.int64)
+    owner = slot.to(gl.int64)
+    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
+    b_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    do_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
+    a_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
+    q_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    out_s = gl.allocate_shared_memory(kind, [C, C], half)
+    state_s = gl.allocate_shared_memory(kind, [C, K], half)
+    total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
+    rate_s = gl.allocate_shared_memory(gl.float32, [2, C], flat)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
+    rings = (b_s, do_s, a_s, q_s, k_s)
+    tiles = (b_tiles, o_tiles, a_tiles, q_tiles, k_tiles)
+    fence_async_shared()
+    meet()
+    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
+    place = ((b * T + row).to(gl.int32), h * V + vb * C, first_chunk.to(gl.int32), H, chunks)
+    for m in gl.static_range(STAGES):
+        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
+    meet()
+    for m in gl.static_range(STAGES):
+        load_step(tiles, rings, bars, place, chunks * 0 + m)
+    dk = gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
+    dv = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] + vb * C
+    dS = gl.zeros([C, K], gl.float32, mma)
+    if FINAL:
+        dS = gl.load(d_final_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+    channel = gl.arange(0, K, line)
+    token = gl.arange(0, C, line)
+    last = chunks - 1
+    totals += first_chunk * K + channel
+    beta += b * b_b + row * b_t + head * b_h + token.to(gl.int64) * b_t
+    column = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
+    left_column = gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
+    line_of = gl.arange(0, C, gl.SliceLayout(1, out_mma))[:, None]
+    step = H.to(gl.int64) * K
+    total_s.index(0).store(gl.load(totals + last * step, mask=channel * 0 < chunks, other=0.0))
+    known = (token * 0 + chunks > 0) & (last * C + token < tokens)
+    rate_s.index(0).store(nonzero(gl.load(beta + last * C * b_t.to(gl.int64), mask=known, other=0.0).to(gl.float32)))
+    d_values += ((b * T + row) * H + head) * V + vb * C
+    for m in range(chunks):
+        s = m % STAGES
+        c = chunks - 1 - m
+        t = c * C
+        phase = (m // STAGES) & 1
+        coming = gl.load(totals + (c - 1) * step, mask=channel * 0 + c > 0, other=0.0)
+        rates = nonzero(gl.load(beta + (c - 1) * C * b_t.to(gl.int64), mask=token * 0 + c > 0, other=0.0).to(gl.float32))
+        rounded = dS.to(kind)
+        L = gl.convert_layout(rounded, left, assert_trivial=True)
+        mbarrier.wait(bars[0].index(s), phase)
+        Z = gl.zeros([C, C], gl.float32, out_mma)
+        Z = warpgroup_mma(L, b_s.index(s).permute((1, 0)), Z, use_acc=False, is_async=True)
+        mbarrier.wait(bars[1].index(s), phase)
+        dO = do_s.index(s).permute((1, 0)).load(left)
+        dO = gl.where(t + left_column < tokens, dO, gl.zeros_like(dO))
+        mbarrier.wait(bars[2].index(s), phase)
+        Z = warpgroup_mma(dO, a_s.index(s), Z, is_async=True)
+        tma.store_wait(0)
+        meet()  # totals and rates are stored, the stores of the chunk after it are done
+        state_s.store(rounded)
+        rate = rate_s.index(m & 1).load(gl.SliceLayout(0, out_mma))[None, :]
+        dS = dS * total_s.index(m & 1).load(gl.SliceLayout(0, mma))[None, :]
+        Z, L, dO = warpgroup_mma_wait(0, [Z, L, dO])
+        Z = Z * rate
+        Y = Z.to(kind)
+        mbarrier.wait(bars[3].index(s), phase)
+        mbarrier.wait(bars[4].index(s), phase)
+        dS = warpgroup_mma(dO, q_s.index(s), dS, is_async=True)
+        minus = gl.convert_layout((-Z).to(kind), left, assert_trivial=True)
+        dS = warpgroup_mma(minus, k_s.index(s), dS, is_async=True)
+        out_s.permute((1, 0)).store(Y)
+        total_s.index((m + 1) & 1).store(coming)
+        rate_s.index((m + 1) & 1).store(rates)
+        dS, dO, minus = warpgroup_mma_wait(0, [dS, dO, minus])
+        expect(tiles, bars, m + STAGES, m + STAGES < chunks)
+        fence_async_shared()
+        meet()
+        load_step(tiles, rings, bars, place, m + STAGES)
+        async_store(dS_tiles, [(place[2] + c * H) * V + vb * C, 0], state_s)
+        if t + C <= tokens:
+            async_store(y_tiles, [place[0] + t, place[1]], out_s)
+        else:
+            gl.store(d_values + (t + column) * (H.to(gl.int64) * V) + line_of, Y, mask=t + column < tokens)
+    gl.store(d_initial_state + (owner * H + head) * (K * V) + dk * V + dv, dS)
+    tma.store_wait(0)
