@@ -19,8 +19,8 @@ def drawn(name):
     B, T, K, V = 1, 70, 16, 8
     found = {"q": normal(B, T, 2, K), "k": torch.nn.functional.normalize(normal(B, T, 2, K), dim=-1), "v": normal(B, T, WIDE, V)}
     more = {
-        "g": lambda: -normal(B, T, WIDE, K).abs() / 16, "h": lambda: -normal(B, T, WIDE).abs() / 16, "beta": lambda: normal(B, T, WIDE).sigmoid(),
-        "a": lambda: -found["k"] / 2, "b": lambda: found["k"] / 2,
+        "g": lambda: -normal(B, T, WIDE, K).abs() / 16, "h": lambda: -normal(B, T, WIDE).abs() / 16,
+        "beta": lambda: normal(B, T, WIDE).sigmoid(), "a": lambda: -found["k"] / 2, "b": lambda: found["k"] / 2,
     }  # fmt: skip
     found |= {one: more[one]() for one in PLAIN[name]}
     return {one: x.bfloat16() for one, x in found.items()}, normal(B, T, WIDE, V).bfloat16()

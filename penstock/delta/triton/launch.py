@@ -50,5 +50,5 @@ def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None) -> 
     )  # fmt: skip
     state = p.initial_state
     d_initial = None if state is None else found["d_initial_state"].to(state.dtype)
-    names = Gradients._fields[:-1]
+    names = [name for name in Gradients._fields if name != "initial_state"]
     return Gradients(**{name: found.get("d" + name) for name in names}, initial_state=d_initial)

@@ -98,9 +98,9 @@ def _backward(call: Backward) -> Plan:
     def like(name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
         return plan.empty(name, batch, tokens, H, *shape, dtype=dtype) if needed else "q"
 
-    dq, dk = (like(name, K, dtype=p.q.dtype) for name in ("dq", "dk"))
+    dq, dk = (like(name, K, dtype=p.of_heads(p.q)) for name in ("dq", "dk"))
     dv = like("dv", V, dtype=p.v.dtype)
-    da, db = (like(name, K, dtype=p.q.dtype, needed=streams == 2) for name in ("da", "db"))
+    da, db = (like(name, K, dtype=p.of_heads(p.q), needed=streams == 2) for name in ("da", "db"))
     dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
     dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
