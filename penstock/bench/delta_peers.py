@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..delta.inputs import FASTEST
 from ..errors import ImplementationRefused
+from ..tokens.decays import FASTEST
 from ..tokens.distributions import BOUND
 from ..verify.inputs import Inputs
 from .candidates import Candidate, Mode

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ..delta.inputs import FASTEST
+from ..tokens.decays import FASTEST
 from ..tokens.distributions import BOUND, STRENGTHS
 from .figure import FAINT, INK, MARKERS, colours, grid, logarithmic, plain_name, spread
 from .measure import Measurement, Untimed

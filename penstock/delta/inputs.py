@@ -17,7 +17,6 @@ tokens, in float32 and without atomics.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors
 from ..call.implementation import FormVerdict, Implementation, Mode, Upstream
+from ..tokens.decays import FASTEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
 from .declaration import DeltaTokens
@@ -36,8 +36,6 @@ from .gradients import Gradients
 P = TypeVar("P", bound=DeltaTokens)
 EPSILON = 1e-6
 """Added to the sum of squares of q and k, as flash-linear-attention and transformers do."""
-FASTEST = -math.exp(-0.5)
-"""The strongest log decay of RWKV-7."""
 OF_DECAY = ("g", "raw", "A_log", "dt_bias")
 SHARED = ("q", "k", "a", "b")
 """Arguments whose heads groups may share."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..tokens.decays import FASTEST
 from ..tokens.distributions import BOUND, STRENGTHS, channel_decays, decays, normal, uniform
 from ..tokens.sharing import repeated
 from .declaration import unit
-from .inputs import FASTEST
 from .variants import VARIANTS
 
 WITHIN = ("tiny", "slow", "bounded", "bound")

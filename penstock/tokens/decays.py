@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -11,6 +12,8 @@ from ..call import private
 from ..call.declaration import Sizes, Wrong
 from .dtypes import state_dtype
 
+FASTEST = -math.exp(-0.5)
+"""The bound of RWKV-7's log decays, -exp(-1/2) sigmoid(x) (Peng et al. 2025, arXiv 2503.14456)."""
 REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
 

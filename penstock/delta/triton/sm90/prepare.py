@@ -184,7 +184,7 @@ def penstock_kda_prepare_sm90(
     q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
     K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr,
 ):  # fmt: skip
-    """A, B^T, q and k o w_1 ... w_t, and total of a chunk.
+    """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o w_{s+1} ... w_64), q and k o w_1 ... w_t, total = w_1 ... w_64.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k, B^T [slots,H,C,K] and A
     [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a
