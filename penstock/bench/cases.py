@@ -46,7 +46,7 @@ MODELS = (
     Case("qwen3-next", "gated_delta_rule", Shape(1, 1024, 32, 128, 128), "Qwen3-Next 80B: 32 heads of v, 16 of q and k", groups=16),
     Case("kimi-linear", "kda", Shape(1, 1024, 32, 128, 128), "Kimi Linear 48B: 32 heads of 128"),
     Case("rwkv7-1.5b", "rwkv7", Shape(1, 1024, 32, 64, 64), "RWKV-7 World 1.5B"),
-    Case("dplr-1.5b", "dplr", Shape(1, 1024, 32, 64, 64), "the sizes of RWKV-7 World 1.5B"),
+    Case("dplr-1.5b", "dplr", Shape(1, 1024, 32, 64, 64), "RWKV-7 World 1.5B: its sizes"),
     Case("rwkv6-profile", "rwkv6", Shape(1, 54, 32, 64, 64), "RWKV-6 World 1.6B, a prompt of 54 tokens"),
 )
 """The input of one layer of each model for a prompt or a training sequence. The first row of a variant is its default."""
