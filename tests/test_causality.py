@@ -53,6 +53,8 @@ AFTER: dict[str, Change] = {
 """What follows a cut, by argument."""
 CUTS = (5, 37, 64, 83)
 """Within 16 tokens, a half and a chunk, and between chunks."""
+OVERFLOWING = {"1000 times as large", "all forgotten"}
+"""In the delta rule, keys so large that a state has no bound, and the inverse of a chunk overflows: as a NaN, see docs/delta.md."""
 SERIAL = ("reference", "cpu", "cuda", "triton_recurrent")
 """Implementations of the recurrence in which a NaN never reaches earlier tokens, see docs/recurrence.md."""
 
@@ -81,6 +83,8 @@ def followed(case: Used, impl: str) -> list[str]:
     left_out = {"another sequence"} if recurrence and impl in SERIAL else {"another sequence", "NaN"}
     if not recurrence or "T" not in case.row.decay:
         left_out |= {"strong decays", "weak decays"}
+    if isinstance(case, deltas.Delta) and impl == "triton_chunkwise":
+        left_out |= OVERFLOWING
     return [after for after in AFTER if after not in left_out]
 
 
@@ -210,7 +214,8 @@ def delta_cases(impl: str) -> list[deltas.Delta]:
         of = deltas.Delta(variant, B=1, H=1, T=T, K=32, V=32, dtype=dtype, state=number % 2 == 0)
         found += [of, replace(of, gate="mixture")] if of.row.decay else [of]
         found += [replace(of, raw=True)] * (of.row.streams == 1)
-        found += [deltas.PooledDelta(variant, B=1, H=1, T=T + 28, K=32, V=32, dtype=dtype, rows=1)]
+        if impl != "triton_chunkwise":  # updates in place are triton_recurrent's, whole chunks of them the same kernels
+            found += [deltas.PooledDelta(variant, B=1, H=1, T=T + 28 * (impl in deltas.NAMES), K=32, V=32, dtype=dtype, rows=1)]
     return found
 
 

@@ -2,8 +2,8 @@
 
 import zlib
 from dataclasses import dataclass
-from functools import cache
-from typing import ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import contract
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 import penstock as ps
 from penstock.call.derivatives import gradients_of
 from penstock.delta import reference, rounded
+from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE, DELTA, FAMILY
 from penstock.delta.variants import VARIANTS, Variant
 
@@ -192,23 +193,33 @@ def allowed(case: Delta, impl: str) -> dict[str, float]:
     """What rounding of operands adds to the budget: twice the error of the formula with rounded operands.
 
     Of operands that are rounded to fewer bits; and of the matrices of pairs, whose inverse amplifies the errors of their sums. A sum of K
-    float32 products is off by about sqrt(K) roundings, one over the tokens of a chunk by 8. This matters for correlated keys only.
+    float32 products is off by about sqrt(K) roundings, one over the tokens of a chunk by 8. This matters for correlated keys only, such as
+    normalised keys of one channel, which are 1 or -1.
+    Kernels that round nothing else get normalised q and k in the dtype of q.
     """
     bits = FAMILY.named(impl).operands(case.dtype, case.operator.mode)
     if bits is not None:
         return {name: 2 * x for name, x in rounding_errors(case, bits).items()}
-    if case.key == "random" or impl in SERIAL or case.dtype == torch.float64:
+    if impl in TRITON and case.raw and case.row.streams == 1 and case.dtype.itemsize == 2:
+        return {name: 2 * x for name, x in rounding_errors(case, None).items()}
+    if (case.key == "random" and case.K > 1) or impl in SERIAL or case.dtype == torch.float64:
         return {}
     return {name: 2 * (case.K**0.5 + 8) * x for name, x in rounding_errors(case, FLOAT32_BITS).items()}
 
 
+def of_rounded_keys(problem: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and final state in float64, with normalised q and k rounded to a dtype."""
+    p = canonical(problem, computed(problem, wide=True))
+    return reference.exact(p.with_tensors({"q": p.q.to(dtype).double(), "k": p.k.to(dtype).double()}))
+
+
 @cache
-def rounding_errors(case: Delta, bits: int) -> dict[str, float]:
-    """Frobenius norms of the errors of all results, the largest of all draws."""
+def rounding_errors(case: Delta, bits: int | None) -> dict[str, float]:
+    """Frobenius norms of the errors of all results, the largest of all draws. ``bits``: of operands, or None for those of q and k alone."""
     tensors = {name: None if x is None else x.double() for name, x in draw(case).items()}
     problem, wanted = contract.problem_of(case, {"cu_seqlens": offsets(case)} | tensors), oracle(case)
     names, found = [f"d{one.name}" for one in problem.signature.arguments if one.gradient], dict[str, float]()
-    for formula in rounded.formulas(bits):
+    for formula in [partial(of_rounded_keys, dtype=case.dtype)] if bits is None else rounded.formulas(bits):
         with torch.no_grad():
             results = dict(zip(("output", "final_state"), formula(problem)))
         results |= dict(zip(names, gradients_of(formula, problem, [d.double() for d in upstream(case)])))
