@@ -12,6 +12,7 @@ from typing import Any
 
 from ..gpu.plan import Size, Sizes, chunks
 from ..gpu.target import Target
+from .problem import TokenProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,13 @@ class TokenCall:
     def with_piece(self, piece: int) -> Callable[[Sizes], int]:
         """The most sequences with a piece of ``piece`` tokens."""
         return lambda s: min(s["N"], s["T"] // piece) if self.packed else s["N"] * (s["T"] >= piece)
+
+
+def plan_name(name: str, p: TokenProblem) -> str:
+    """The name of a pass's plan: blocks of key channels, and heads that share q and k, have plans of their own."""
+    if p.partial:
+        return name + " of a block"
+    return f"{name} of {p.groups} groups" if p.groups else name
 
 
 def tokens(s: Sizes) -> int:

@@ -16,6 +16,8 @@ from sampling import every, slow
 from triton.runtime.errors import InterpreterError
 
 import penstock as ps
+from penstock.call.memory import Memory
+from penstock.delta.operators import DELTA
 from penstock.delta.triton import calls
 from penstock.delta.variants import VARIANTS
 
@@ -38,6 +40,33 @@ MORE = [case for variant in ROWS for case in interpreted_cases(variant)]
 @pytest.mark.parametrize("impl", ["triton_chunkwise", *slow("triton_recurrent")])
 def test_calls_equal_the_oracle(case, impl):
     check_contract(case, impl)
+
+
+def test_shared_heads_do_not_take_the_plan_of_copies(monkeypatch):
+    """Gradients of shared heads are float32 until they are summed, whatever equal call came before."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).half()
+
+    q, k, v, upstream = normal(1, 70, 2, 16), torch.nn.functional.normalize(normal(1, 70, 2, 16), dim=-1), *normal(2, 1, 70, 4, 8)
+    g, beta = -normal(1, 70, 4).abs(), normal(1, 70, 4).sigmoid()
+
+    def gradients(q, k):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, g, beta)]
+        return torch.autograd.grad(ps.gated_delta_rule(*leaves, scale=0.5, impl="triton_chunkwise").output, leaves, upstream)
+
+    def of_copies():
+        return gradients(q.repeat_interleave(2, 2), k.repeat_interleave(2, 2))
+
+    found = []
+    for before in ((), (of_copies, of_copies)):  # the second equal call is kept
+        monkeypatch.setattr(DELTA, "memory", Memory())
+        for call in before:
+            call()
+        found.append(gradients(q, k))
+    for alone, after in zip(*found):
+        assert torch.equal(alone, after)
 
 
 GATED = [Delta(variant, B=1, H=1, T=70, K=12, V=8, gate=gate) for variant in ("gated_delta_rule", "kda", "dplr") for gate in gates(variant)]

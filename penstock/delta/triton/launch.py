@@ -7,6 +7,7 @@ from torch import Tensor
 from ...gpu import launch
 from ...gpu.plan import dense
 from ...gpu.target import Target
+from ...tokens.gpu_calls import plan_name
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from . import plan
@@ -44,7 +45,7 @@ def advance(p: Advance) -> Tensor:
 def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     """All gradients, chunk by chunk."""
     found = launch.run(
-        "delta chunk backward", p, Target.of,
+        plan_name("delta chunk backward", p), p, Target.of,
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at),
         _inputs(p, d_output=d_output, d_final_state=d_final_state), d_output, d_final_state,
     )  # fmt: skip

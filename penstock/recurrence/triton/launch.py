@@ -10,6 +10,7 @@ from torch import Tensor
 from ...gpu import launch
 from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
+from ...tokens.gpu_calls import plan_name
 from ...tokens.sharing import summed
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
@@ -24,13 +25,6 @@ def _tokens(p: Tokens, **more: Tensor | None) -> Inputs:
     return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens), **more}
 
 
-def _name(name: str, p: Tokens) -> str:
-    """The name of a plan: blocks of key channels, and heads that share q and k, have plans of their own."""
-    if p.partial:
-        return name + " of a block"
-    return f"{name} of {p.groups} groups" if p.groups else name
-
-
 def _inputs(p: Recurrence, **more: Tensor | None) -> Inputs:
     return _tokens(p, initial_state=p.initial_state, **more)
 
@@ -39,7 +33,7 @@ def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Re
     """Output, final state and residuals, chunk by chunk. Residuals are states before chunks if ``keep`` and where that pays, else None."""
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, partial(chunk_forward, keep=keep))
-    name = _name("chunk forward" + " with residuals" * keep, p)
+    name = plan_name("chunk forward" + " with residuals" * keep, p)
     later = partial(_backward_to_come, p) if keep else None
     found = launch.run(name, p, target, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
     return found["output"], found["final_state"], (found.get("chunk_states"),)
@@ -57,7 +51,7 @@ def recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor, Residuals]:
     """Output and final state token by token; no residuals."""
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, recurrent_forward)
-    found = launch.run(_name("recurrent forward", p), p, target, lambda at: plan.recurrent_forward_plan(p, at), _inputs(p))
+    found = launch.run(plan_name("recurrent forward", p), p, target, lambda at: plan.recurrent_forward_plan(p, at), _inputs(p))
     return found["output"], found["final_state"], ()
 
 
@@ -68,7 +62,7 @@ def advance(p: Advance) -> Tensor:
     if in_place.pieces(p):
         p = in_place.arranged(p)
     tensors = _tokens(p, state=p.state, slots=dense(p.slots))
-    return launch.run(_name("advance", p), p, target, lambda at: in_place.advance_plan(p, at), tensors)["output"]
+    return launch.run(plan_name("advance", p), p, target, lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
 
 def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, residuals: Residuals = (), dg: bool = True) -> Gradients:
@@ -76,7 +70,7 @@ def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None
     if p.sizes["K"] > wide.WIDTH:
         return wide.backward(p, d_final_state, lambda n, one, d_state: chunk_backward(one, d_output, d_state, residuals[n : n + 1], dg))
     states = residuals[0] if residuals else None
-    name = _name("chunk backward" + " without dg" * (not dg), p)
+    name = plan_name("chunk backward" + " without dg" * (not dg), p)
     if states is not None:
         name += f" from {states.shape[0]} states"  # the plan depends on this number
     found = launch.run(
@@ -98,7 +92,7 @@ def recurrent_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | 
         return wide.backward(p, d_final_state, lambda n, one, d_state: recurrent_backward(one, d_output, d_state))
     tensors = _inputs(p, d_output=d_output, d_final_state=d_final_state)
     found = launch.run(
-        _name("recurrent backward", p), p, target, lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
+        plan_name("recurrent backward", p), p, target, lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
         tensors, d_output, d_final_state,
     )  # fmt: skip
     dq, dk = summed(found["dq"], p.q), summed(found["dk"], p.k)
