@@ -13,16 +13,12 @@ from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Up
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
-from ...tokens.pieces import CHUNK
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from ..inputs import prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
-UNVERIFIED = "its kernels with decays per channel have not been verified on a GPU; name it to run them"
-"""With blocks of 32 key channels in ``penstock_delta_gradients``, a call with decays per channel made an illegal memory access on one
-NVIDIA H100 (Triton 3.6). On Hopper blocks have 64 since, and no GPU has run them."""
 LARGEST = 2048
 """Value channels of a head, at most. Larger ones have been tested on no GPU."""
 
@@ -67,9 +63,6 @@ def _forms(chunkwise: bool) -> tuple[Listed, ...]:
 def _avoids(p: DeltaTokens, mode: Mode, chunkwise: bool) -> str | None:
     if interpreting():
         return "it runs under the interpreter"
-    chunks = chunkwise or mode == "backward" or (mode == "advance" and p.counts["T"] >= CHUNK)
-    if chunks and "K" in p.variant.decay:
-        return UNVERIFIED
     if not chunkwise and mode == "backward":
         return "its backward pass is that of triton_chunkwise"
     if not chunkwise and mode == "forward" and p.counts["T"] > SHORT:
