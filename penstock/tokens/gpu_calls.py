@@ -6,6 +6,7 @@ share a plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,10 @@ class TokenCall:
     precision: str
     """Of products, see ``gpu.target.precision``."""
 
+    def config(self, kernel: str) -> Any:
+        """Block sizes of a launch: the ``KernelConfig`` of the family."""
+        raise NotImplementedError
+
     @property
     def cuda(self) -> bool:
         """Whether kernels are compiled for a GPU of NVIDIA."""
@@ -44,6 +49,13 @@ class TokenCall:
     def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
         """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
         return lambda s: (count(s) if callable(count) else count) * self.H * each
+
+    def step_config(self) -> Any:
+        """The configuration of an update in place. BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""
+        b = self.config("step")
+        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.programs_per_sm * self.target.multiprocessors:
+            b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
+        return b
 
     def with_piece(self, piece: int) -> Callable[[Sizes], int]:
         """The most sequences with a piece of ``piece`` tokens."""

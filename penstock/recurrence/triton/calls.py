@@ -101,13 +101,6 @@ class Call(TokenCall):
         """The dtype of stored states before chunks of C tokens. Products round them to bfloat16, but a caller's own state stays float32."""
         return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
 
-    def step_config(self) -> KernelConfig:
-        """The configuration of an update in place. BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""
-        b = self.config("step")
-        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.programs_per_sm * self.target.multiprocessors:
-            b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
-        return b
-
     def segment(self, C: int, each: int, programs_per_sm: int, least: int = 2) -> Callable[[Sizes], int] | None:
         """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
 

@@ -19,6 +19,8 @@ from .chunks import start
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 ARGUMENTS = ("q", "k", "v", "g", "beta")
+FULL, REGISTERS = 64, 168
+"""Elements of a state that a thread has in a step of a full block, and its registers at most."""
 WIDEST = 256
 """Key channels of a head at most: a column of the state is in the registers of a program."""
 
@@ -32,13 +34,16 @@ def _launch(
     plan: Plan, call: Call, state: tuple[str, tuple[int, ...]], output: str, final: tuple[str, tuple[int, ...]], initial: bool,
     pending: bool, piece: int = 0, slots: str = "",
 ) -> None:  # fmt: skip
-    b = call.config("recurrent" if piece == 0 else "step")
+    b = call.config("recurrent") if piece == 0 else call.step_config()
+    registers = REGISTERS if piece and call.cuda and power(call.K) * b.BV == FULL * 32 * b.warps else 0
     plan.launch(
         recurrent.penstock_delta_recurrent, call.programs(sequences, math.ceil(call.V / b.BV)),
         (*ARGUMENTS, *call.streamed, state[0], output, final[0], "cu_seqlens", slots or "q"),
-        (call.p.scale, tokens, call.H, *call.strides(*ARGUMENTS, *call.streamed), *state[1], *final[1]), b.warps, fused=piece == 0,
+        (call.p.scale, tokens, call.H, *call.strides(*ARGUMENTS, *call.streamed), *state[1], *final[1]), b.warps,
+        registers=registers, fused=piece == 0,
         K=call.K, V=call.V, BK=power(call.K), BV=b.BV, STREAMS=call.streams, DECAY=call.decay, INITIAL=initial, PACKED=call.packed,
-        SLOTS=bool(slots), PENDING=pending, PIECE=piece, CUDA=call.cuda,
+        SLOTS=bool(slots), PENDING=pending, PIECE=piece, ONE=piece > 0 and call.T == 1 and not call.packed,
+        CUDA=call.cuda,
     )  # fmt: skip
 
 

@@ -90,7 +90,8 @@ def penstock_delta_recurrent(
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h,
     a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k, s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STREAMS: tl.constexpr, DECAY: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr, CUDA: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
+    ONE: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
     """S_t = exp(g_t) o S_{t-1} + b_t^T w_t + k_t^T v_t with w_t = a_t S_{t-1}; one stream: S~ + beta_t k_t^T (v_t - k_t S~).
 
@@ -98,7 +99,7 @@ def penstock_delta_recurrent(
     output [B,T,H,V] and the states. Program (sequence, head, block of V): token by token. With SLOTS, sequence n uses state ``slots[n]``.
 
     PIECE > 0: updates in place, of the tokens after the whole pieces of PIECE tokens. After each token the state is as if stored and
-    loaded. If a slot is negative, an output of 0 is stored. CUDA: compiled for a GPU of NVIDIA.
+    loaded. If a slot is negative, an output of 0 is stored. ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -140,21 +141,27 @@ def penstock_delta_recurrent(
     P = nothing_pending(BK, DECAY)
     rest = P
     read = P + 1.0
-    for _t in tl.range(first, length):
+    if ONE:
         if STREAMS == 1:
             S, P, rest, read = one_stream(S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
         else:
             S, P, rest, read = two_streams(S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
-        if PIECE > 0:
-            S = rounded(S, final_state)
-        q += q_t
-        k += k_t
-        v += v_t
-        g += g_t
-        beta += beta_t
-        a += a_t
-        b += b_t
-        output += H * V
+    else:
+        for _t in tl.range(first, length):
+            if STREAMS == 1:
+                S, P, rest, read = one_stream(S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+            else:
+                S, P, rest, read = two_streams(S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+            if PIECE > 0:
+                S = rounded(S, final_state)
+            q += q_t
+            k += k_t
+            v += v_t
+            g += g_t
+            beta += beta_t
+            a += a_t
+            b += b_t
+            output += H * V
     if PIECE == 0:
         if PENDING:
             S = decayed(S, P, DECAY)
