@@ -10,11 +10,12 @@ from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgum
 from .explain import explain, implementations
 from .in_place import advance, decode_step
 from .recurrence.functional import gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
-from .recurrence.slices import Summary, summary
 from .softmax import softmax_attention
+from .summary import summary
 
 from .delta.functional import delta_rule, dplr, gated_delta_rule, kda, rwkv7  # isort: skip  # families are registered in this order
 from .tokens.results import Result
+from .tokens.summaries import MatrixSummary, Summary
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "DtypeError",
     "ImplementationRefused",
     "InvalidArgument",
+    "MatrixSummary",
     "PenstockError",
     "RangeError",
     "Result",

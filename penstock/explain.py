@@ -14,12 +14,13 @@ from .call.families import Registered, functions
 from .call.operator import explain as explained
 from .errors import Complaints, RangeError, shortened
 from .in_place import advance, decode_step
+from .summary import summary
 
 if TYPE_CHECKING:
     from .models.explain import Mode, ModelExplanation
 
-IN_PLACE: dict[str, Callable[..., Any]] = {"advance": advance, "decode_step": decode_step}
-"""The public functions of all families that update states in place."""
+BY_VARIANT: dict[str, Callable[..., Any]] = {"advance": advance, "decode_step": decode_step, "summary": summary}
+"""The public functions that take the name of a variant of any family."""
 
 
 @overload
@@ -62,7 +63,7 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
 
         return models.explain(function, *args, **kwargs)
     family = _family("explain", function, " or a model, a layer or a mixer")
-    found = IN_PLACE[function] if function in family.in_place else family.functions[function]
+    found = BY_VARIANT[function] if function in family.by_variant else family.functions[function]
     _check_keywords(found, kwargs)
     return explained(found, *args, **kwargs)
 
@@ -73,9 +74,9 @@ def implementations(function: str = "gla") -> tuple[Available, ...]:
     function : str
         The name of a public function: gla, rwkv6, kda, decode_step, softmax_attention, ...
 
-    All variants of a family have the same implementations. Those of ``advance`` and ``decode_step`` are the recurrence's; for a variant of
-    another family, name its function. Of those that can run here,
-    ``forms`` are the names of their kernels, or fixed groups of kernels, of all passes.
+    All variants of a family have the same implementations. Those of ``advance``, ``decode_step`` and ``summary`` are the recurrence's; for
+    a variant of another family, name its function. Of those that can run here, ``forms`` are the names of their kernels, or fixed groups of
+    kernels, of all passes.
 
     >>> [one.name for one in implementations() if one.reason is None][-1]
     'reference'

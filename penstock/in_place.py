@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .call.families import in_place
+from .call.families import by_variant
 from .documentation import filled
-from .errors import Complaints, RangeError, described
 
 DECAYS = """\
 g : Tensor, optional
@@ -87,10 +86,9 @@ def decode_step(
     >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
     torch.Size([3, 2, 8])
     """
-    run, names = in_place("decode_step", variant)
-    options: dict[str, Any] = {"state": state, "slots": slots, "scale": scale, "impl": impl}
-    others = u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval
-    return run(variant, q, k, v, g, **options, **_taken("decode_step", variant, names, others))
+    others = _others(u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval)
+    run, taken = by_variant("decode_step", variant, others)
+    return run(variant, q, k, v, g, state=state, slots=slots, scale=scale, impl=impl, **taken)  # type: ignore[no-any-return]
 
 
 @filled(decays=DECAYS.format(tokens="[1 or N,T"), **PARTS)
@@ -156,25 +154,17 @@ def advance(
     >>> advance("delta_rule", q, k, v, beta=beta, use_qk_l2norm=True, state=pool, slots=slots, cu_seqlens=ends).shape
     torch.Size([1, 9, 2, 8])
     """
-    run, names = in_place("advance", variant)
-    others = u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval
+    others = _others(u, beta, a, b, A_log, dt_bias, raw_decay, lower_bound, use_qk_l2norm, beta_logits, allow_neg_eigval)
+    run, taken = by_variant("advance", variant, others)
     options: dict[str, Any] = {"state": state, "slots": slots, "cu_seqlens": cu_seqlens, "scale": scale, "impl": impl}
-    return run(variant, q, k, v, g, **options, **_taken("advance", variant, names, others))
+    return run(variant, q, k, v, g, **options, **taken)  # type: ignore[no-any-return]
+
+
+def _others(*values: Any) -> dict[str, Any]:
+    """Arguments that not all variants have, by name."""
+    return dict(zip(OTHERS, values))
 
 
 OTHERS = (
     "u", "beta", "a", "b", "A_log", "dt_bias", "raw_decay", "lower_bound", "use_qk_l2norm", "beta_logits", "allow_neg_eigval",
 )  # fmt: skip
-"""Arguments that not all families have."""
-
-
-def _taken(function: str, variant: str, names: frozenset[str], values: tuple[Any, ...]) -> dict[str, Any]:
-    """The given arguments by name. Raises RangeError for those that the function of the variant does not have."""
-    given = {name: x for name, x in zip(OTHERS, values) if x is not None and x is not False}
-    if given and not names.issuperset(given):
-        complaints = Complaints(f"{function}({variant!r})")
-        for name in given:
-            if name not in names:
-                complaints.add(RangeError, name, f"left out for {variant}", described(given[name]))
-        complaints.raise_any()
-    return given

@@ -42,6 +42,7 @@ def test_public_names():
         "DtypeError",
         "ImplementationRefused",
         "InvalidArgument",
+        "MatrixSummary",
         "PenstockError",
         "RangeError",
         "Result",
@@ -74,7 +75,7 @@ def test_public_names():
 
 OVER_SEQUENCES = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, reverse=False, context=None, impl='auto'"
 KEYS = "use_qk_l2norm=False, beta_logits=False, allow_neg_eigval=False"
-OF_DELTA = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, impl='auto'"
+OF_DELTA = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, context=None, impl='auto'"
 RAW = "A_log=None, dt_bias=None, raw_decay=False, lower_bound=None"
 IN_PLACE = f"beta=None, a=None, b=None, {RAW}, {KEYS}, scale=None, impl='auto'"
 SIGNATURES = {
@@ -93,7 +94,8 @@ SIGNATURES = {
     "advance": f"variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, {IN_PLACE}",
     "softmax_attention": "q, k, v, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_k=None, window=None, "
     "return_lse=False, impl='auto'",
-    "summary": "variant, k, v, g=None, *, initial_state=None, scale=1.0, reverse=False, adjoint=False, impl='auto'",
+    "summary": "variant, k, v, g=None, *, initial_state=None, scale=1.0, reverse=False, adjoint=False, "
+    f"beta=None, a=None, b=None, {RAW}, {KEYS}, impl='auto'",
     "explain": "function, *args, **kwargs",
     "implementations": "function='gla'",
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, RangeError, shortened
+from ..errors import Complaints, RangeError, described, shortened
 from .declaration import Signature
 from .derivatives import Tensors
 from .dispatch import Family
@@ -60,9 +60,9 @@ class Registered:
     """One for each operator. The first operator has a signature for every variant, by the name of its public function."""
     oracle: str
     """What the oracle is, in a few words."""
-    in_place: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-    """Functions that update states in place, by names that families share. ``penstock.in_place`` calls that of a variant's family. Each
-    takes the variant's name, q, k, v and g, and by name what else its variants have."""
+    by_variant: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions of the name of a variant and its tensors, by names that families share: updates of states in place, summaries. The public
+    function of this name calls that of a variant's family, by name with what not all variants have."""
     draw: Callable[[str, Mapping[str, int], torch.Generator, str], dict[str, Tensor]] | None = None
     """Float64 arguments of a variant by name, with the distributions of real models, for benchmarks: from its name, sizes by axis, a
     generator and the name of a distribution of decays, or ""."""
@@ -87,8 +87,8 @@ class Registered:
 
 
 _known: dict[str, Registered] = {}
-_in_place: dict[tuple[str, str], tuple[Callable[..., Tensor], frozenset[str]]] = {}
-"""Functions that update states in place and the names of their arguments, by name and variant."""
+_by_variant: dict[tuple[str, str], tuple[Callable[..., Any], frozenset[str]]] = {}
+"""Functions of a variant that families share and the names of their arguments, by name and variant."""
 
 
 def register(one: Registered) -> Registered:
@@ -100,9 +100,9 @@ def register(one: Registered) -> Registered:
         complaints.add(RangeError, "one", rule, ", ".join(found), f"These are registered: {', '.join(taken)}.")
         complaints.raise_any()
     _known[one.name] = one
-    for name, function in one.in_place.items():
+    for name, function in one.by_variant.items():
         taken_by = function, frozenset(signature(function).parameters)
-        _in_place.update({(name, variant): taken_by for variant in one.variants})
+        _by_variant.update({(name, variant): taken_by for variant in one.variants})
     return one
 
 
@@ -115,22 +115,30 @@ def functions() -> dict[str, Registered]:
     """The family of each public function, by the function's name. Of names that families share, the first family."""
     found: dict[str, Registered] = {}
     for one in families():
-        for name in (*one.functions, *one.in_place):
+        for name in (*one.functions, *one.by_variant):
             found.setdefault(name, one)
     return found
 
 
-def in_place(function: str, variant: object) -> tuple[Callable[..., Tensor], frozenset[str]]:
-    """A variant's function that updates states in place, by the name that families share, and the names of its arguments.
+def by_variant(function: str, variant: object, given: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A variant's function of a name that families share, and its arguments among those ``given`` that not all variants have.
 
-    Raises RangeError for other variants.
+    Raises RangeError for other variants, and for given arguments that are neither None nor False and that the variant does not have.
     """
-    if not isinstance(variant, str) or (function, variant) not in _in_place:
+    if not isinstance(variant, str) or (function, variant) not in _by_variant:
         complaints = Complaints(function)
-        known = [name for other, name in _in_place if other == function]
+        known = [name for other, name in _by_variant if other == function]
         complaints.add(RangeError, "variant", f"one of {', '.join(known)}", shortened(variant))
         complaints.raise_any()
-    return _in_place[function, variant]  # type: ignore[index]
+    run, names = _by_variant[function, variant]  # type: ignore[index]
+    taken = {name: x for name, x in given.items() if x is not None and x is not False}
+    if taken and not names.issuperset(taken):
+        complaints = Complaints(f"{function}({variant!r})")
+        for name in taken:
+            if name not in names:
+                complaints.add(RangeError, name, f"left out for {variant}", described(taken[name]))
+        complaints.raise_any()
+    return run, taken
 
 
 def variants(drawn: bool = False) -> tuple[str, ...]:

@@ -162,6 +162,15 @@ def in_place(row: Variant, function: str) -> Signature:
     return Signature(f"{function}({row.name!r})", arguments, row, rules=rules, **AXES)
 
 
+def summed(row: Variant) -> Signature:
+    """The arguments of ``summary`` for a variant: those of its function without q and offsets."""
+    _, k, v, *others, _ = _tokens(row, "", "g" if row.decay else "")
+    alike = [replace(one, like="k") if one.like == "q" else one for one in (v, *others)]
+    arguments = (replace(k, like=""), *alike, replace(tokens.INITIAL_STATE, axes="B H K V"))
+    axes = AXES | {"counts": "B T"}
+    return Signature(f"summary({row.name!r})", arguments, row, rules=(groups("k"), _gated(row), _removed), layout=("T", "H"), **axes)
+
+
 def default_scale(sizes: Sizes, row: Variant) -> float:
     """The scale of a call that gives none."""
     return row.scale if row.scale is not None else sizes["K"] ** -0.5

@@ -40,6 +40,8 @@ output_final_state : bool
 cu_seqlens : int32 or int64 Tensor [N+1], optional
     Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]`` of the token axis. Begins at 0, never falls,
     ends at T; empty sequences are allowed.
+context : penstock.distributed.ContextParallel, optional
+    The tokens are one rank's slice of a longer token axis; see there. States are those of all sequences, on every rank.
 impl : str
     "auto", or a name from ``penstock.implementations({name!r})``, which then runs or raises.
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import Complaints, DtypeError, InvalidArgument, RangeError, described, shortened
+from ..tokens.context import ContextParallel
 from ..tokens.pools import one_token
 from ..tokens.results import Result
 from . import documentation
 from .operators import ADVANCE, DELTA
-from .variants import VARIANTS, Variant, check_variant
+from .raw_options import check_flag, check_options, checked_gates, gates
+from .slices import over_ranks
+from .variants import VARIANTS, check_variant
 
 
 @documentation.over_sequences("delta_rule")
@@ -31,6 +33,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""The delta rule (DeltaNet): a token replaces part of what the state returns for its key by its value. No decay.
@@ -50,9 +53,8 @@ def delta_rule(
     torch.Size([1, 5, 2, 8])
     """
     flags = use_qk_l2norm, beta_logits, allow_neg_eigval, None
-    return _run(
-        "delta_rule", (q, k, v, None, beta, None, None), None, None, flags, (cu_seqlens, initial_state), scale, output_final_state, impl
-    )
+    given = (cu_seqlens, initial_state)
+    return _run("delta_rule", (q, k, v, None, beta, None, None), None, None, flags, given, scale, output_final_state, impl, context)
 
 
 @documentation.over_sequences("gated_delta_rule", bias="[H]")
@@ -72,6 +74,7 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""The gated delta rule (Gated DeltaNet): one decay per token and head, before the removal.
@@ -95,9 +98,9 @@ def gated_delta_rule(
     torch.Size([1, 5, 2, 8])
     """
     flags = use_qk_l2norm, beta_logits, allow_neg_eigval, None
+    given = (cu_seqlens, initial_state)
     return _run(
-        "gated_delta_rule", (q, k, v, g, beta, None, None), A_log, dt_bias, flags, (cu_seqlens, initial_state), scale, output_final_state,
-        impl,
+        "gated_delta_rule", (q, k, v, g, beta, None, None), A_log, dt_bias, flags, given, scale, output_final_state, impl, context
     )  # fmt: skip
 
 
@@ -119,6 +122,7 @@ def kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Kimi delta attention: the gated delta rule with one decay per token and key channel.
@@ -144,7 +148,8 @@ def kda(
     torch.Size([1, 5, 2, 8])
     """
     flags = use_qk_l2norm, beta_logits, allow_neg_eigval, lower_bound
-    return _run("kda", (q, k, v, g, beta, None, None), A_log, dt_bias, flags, (cu_seqlens, initial_state), scale, output_final_state, impl)
+    given = (cu_seqlens, initial_state)
+    return _run("kda", (q, k, v, g, beta, None, None), A_log, dt_bias, flags, given, scale, output_final_state, impl, context)
 
 
 @documentation.over_sequences("rwkv7", "r", "1")
@@ -161,6 +166,7 @@ def rwkv7(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""RWKV-7 (Goose): a decay per token and channel; what is removed is read from the state before its decay.
@@ -187,9 +193,9 @@ def rwkv7(
     torch.Size([1, 5, 2, 8])
     """
     flags = False, False, False, None
-    _check_flag("rwkv7", "raw_decay", raw_decay)
+    check_flag("rwkv7", "raw_decay", raw_decay)
     given = (cu_seqlens, initial_state)
-    return _run("rwkv7", (r, k, v, w, None, a, b), None, None, flags, given, scale, output_final_state, impl, raw_decay)
+    return _run("rwkv7", (r, k, v, w, None, a, b), None, None, flags, given, scale, output_final_state, impl, context, raw_decay)
 
 
 @documentation.over_sequences("dplr")
@@ -205,6 +211,7 @@ def dplr(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Transitions that are diagonal plus low rank: a decay per channel, and a product of two vectors of each token.
@@ -227,7 +234,8 @@ def dplr(
     torch.Size([1, 5, 2, 8])
     """
     flags = False, False, False, None
-    return _run("dplr", (q, k, v, g, None, a, b), None, None, flags, (cu_seqlens, initial_state), scale, output_final_state, impl)
+    given = (cu_seqlens, initial_state)
+    return _run("dplr", (q, k, v, g, None, a, b), None, None, flags, given, scale, output_final_state, impl, context)
 
 
 def advance(
@@ -289,21 +297,19 @@ def decode_step(
     return output.squeeze(1) if one else output
 
 
-def _gates(row: Variant, g: Tensor | None, A_log: Tensor | None, raw_decay: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The log decay and the raw gate, of which one is None."""
-    return (None, g) if raw_decay or (A_log is not None and row.raw == "softplus") else (g, None)
-
-
 def _run(
     variant: str, tensors: tuple[Tensor | None, ...], A_log: Tensor | None, dt_bias: Tensor | None, flags: tuple[Any, ...],
-    rest: tuple[Tensor | None, Tensor | None], scale: float | None, output_final_state: bool, impl: str, raw_decay: bool = False,
+    rest: tuple[Tensor | None, Tensor | None], scale: float | None, output_final_state: bool, impl: str,
+    context: ContextParallel | None, raw_decay: bool = False,
 ) -> Result:  # fmt: skip
     q, k, v, gate, *others = tensors
-    g, raw = _gates(VARIANTS[variant], gate, A_log, raw_decay)
+    g, raw = gates(VARIANTS[variant], gate, A_log, raw_decay)
     if any(x is not None and x is not False for x in flags):
-        _check_options(variant, VARIANTS[variant], flags, raw is not None)
-    given = (q, k, v, g, *others, raw, A_log, dt_bias, *rest)
-    output, final_state = DELTA(variant, given, (scale, output_final_state, *flags), impl)
+        check_options(variant, VARIANTS[variant], flags, raw is not None)
+    given, options = (q, k, v, g, *others, raw, A_log, dt_bias, *rest), (scale, output_final_state, *flags)
+    if context is not None:
+        return Result(*over_ranks(variant, given, options, impl, context))
+    output, final_state = DELTA(variant, given, options, impl)
     assert output is not None
     return Result(output, final_state)
 
@@ -312,44 +318,8 @@ def _advance(
     function: str, variant: str, tensors: tuple[Tensor | None, ...], A_log: Tensor | None, dt_bias: Tensor | None, raw_decay: bool,
     flags: tuple[Any, ...], rest: tuple[Tensor | None, ...], scale: float | None, impl: str,
 ) -> Tensor:  # fmt: skip
-    name, row = f"{function}({variant!r})", VARIANTS[variant]
-    if raw_decay is not False:
-        _check_flag(name, "raw_decay", raw_decay)
-        if row.raw != "sigmoid":
-            _refuse(name, "raw_decay", f"False for {variant}", "True", "Raw gates of other variants have A_log.")
     q, k, v, gate, *others = tensors
-    g, raw = _gates(row, gate, A_log, raw_decay)
-    if any(x is not None and x is not False for x in flags):
-        _check_options(name, row, flags, raw is not None)
-    (output,) = ADVANCE(name, (q, k, v, g, *others, raw, A_log, dt_bias, *rest), (scale, *flags), impl)
+    g, raw = checked_gates(function, variant, gate, A_log, raw_decay, flags)
+    (output,) = ADVANCE(f"{function}({variant!r})", (q, k, v, g, *others, raw, A_log, dt_bias, *rest), (scale, *flags), impl)
     assert output is not None
     return output
-
-
-def _check_flag(function: str, name: str, value: object) -> None:
-    """Raise unless a flag that no operator sees is True or False."""
-    if not isinstance(value, bool):
-        _refuse(function, name, "True or False", described(value), "", DtypeError)
-
-
-def _check_options(function: str, row: Variant, flags: tuple[Any, ...], raw: bool) -> None:
-    """Raise for options that a variant does not have. The operator checks their types."""
-    complaints = Complaints(function)
-    _, beta_logits, allow_neg_eigval, lower_bound = flags
-    if row.streams == 2:
-        for name, value in zip(("use_qk_l2norm", "beta_logits", "allow_neg_eigval"), flags):
-            if value is not False:
-                complaints.add(RangeError, name, f"False for {row.name}, which has no beta", shortened(value))
-    elif allow_neg_eigval is True and beta_logits is False:
-        complaints.add(RangeError, "allow_neg_eigval", "False without beta_logits", "True", "It doubles the sigmoid of beta_logits.")
-    if lower_bound is not None and not (row.bounded and raw):
-        rule = "None without A_log" if row.bounded else f"None for {row.name}"
-        remedy = "It bounds the log decay of a raw gate: pass A_log, too; of zeros for lower_bound * sigmoid(x + dt_bias)."
-        complaints.add(RangeError, "lower_bound", rule, shortened(lower_bound), remedy if row.bounded else "Only kda has it.")
-    complaints.raise_any()
-
-
-def _refuse(function: str, name: str, rule: str, value: str, remedy: str, kind: type[InvalidArgument] = RangeError) -> None:
-    complaints = Complaints(function)
-    complaints.add(kind, name, rule, value, remedy)
-    complaints.raise_any()

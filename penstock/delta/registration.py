@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors
 from ..call.families import Registered, Trial, register
-from . import functional
+from . import functional, slices
 from .operators import ADVANCE, DELTA, FAMILY
 from .variants import VARIANTS
 
@@ -63,7 +63,7 @@ register(
             Trial(ADVANCE, IN_PLACE, (None, *CANONICAL), {"slots": (3, -1, 0)}, HEADS, omitted=RAW, rounded=_rounded_in_place),
         ),
         "token loop",
-        {"advance": functional.advance, "decode_step": functional.decode_step},
+        {"advance": functional.advance, "decode_step": functional.decode_step, "summary": slices.summary},
         _draw,
         _step,
         _loop,

@@ -67,14 +67,14 @@ register(
     Registered(
         "recurrence",
         FAMILY,
-        {name: getattr(functional, name) for name in VARIANTS} | {"summary": slices.summary},
+        {name: getattr(functional, name) for name in VARIANTS},
         (
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
             Trial(SUMMARY, SIZES, (None, False, False), rounded=_rounded_summary),
         ),
         "token loop",
-        {"advance": functional.advance, "decode_step": functional.decode_step},
+        {"advance": functional.advance, "decode_step": functional.decode_step, "summary": slices.summary},
         _draw,
         functional.decode_step,
         tables=_tables,

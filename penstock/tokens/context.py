@@ -1,16 +1,17 @@
 """Context parallelism: the tokens of sequences are cut into contiguous slices, one for each rank of a group of processes.
 
-A rank computes what its tokens do to a state (a summary: the state that they leave of none, and their total decay). All ranks exchange
+A rank computes what its tokens do to a state (a summary: the state that they leave of none, and their transition). All ranks exchange
 their summaries once, and each combines those of the ranks before it, in their order, to the state that enters its slice. Then the operator
 runs as on one device, from that state. The backward pass mirrors this: adjoint summaries of the ranks after a slice are combined to the
-gradient of the state that leaves it. A rank sends B H K (V + 1) numbers; with packed sequences one of them crosses a border, and B is 1.
+gradient of the state that leaves it. A rank sends a packet of B H K (V + W) numbers, V columns of a state and W of a transition; with
+packed sequences one of them crosses a border, and B is 1. Only slices within a sequence need a transition: if there are none, W is 0.
 
 The combined states depend on the cuts only: one process that computes the slices one by one gets equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,15 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..call import private
+from ..call.autocast import cast
+from ..call.operator import Explain
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..gpu.sharing import shared
 from .dtypes import state_dtype
 from .exchange import exchange, gathered, summed
+from .passes import Passes, Tensors
+from .summaries import Transition
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Tensors = Sequence[Tensor | None]
 FUNCTION = "ContextParallel"
 """In messages about exchanges of the context and of layers."""
 
@@ -43,6 +47,11 @@ class Slice(NamedTuple):
     """Whether its first sequence (each batch row) begins on an earlier rank."""
     leaves: bool
     """Whether its last sequence (each batch row) ends on a later rank."""
+
+    @property
+    def within(self) -> bool:
+        """Whether all its tokens are of one sequence (each batch row) that begins on an earlier and ends on a later rank."""
+        return self.enters and self.leaves and len(self.sequences) < 2
 
 
 def slices(lengths: Sequence[int], offsets: Sequence[int] | None) -> list[Slice]:
@@ -63,26 +72,6 @@ def slices(lengths: Sequence[int], offsets: Sequence[int] | None) -> list[Slice]
     return found
 
 
-class Passes(NamedTuple):
-    """An operator over sequences with a linear recurrent state, as context parallelism runs it.
-
-    Its tensors are q, k, v, a decay, others without tokens, ``cu_seqlens`` and an initial state, in this order.
-    """
-
-    function: str
-    """The public function, in messages."""
-    call: Callable[[Tensors], tuple[Tensor, Tensor]]
-    """Output and final state, without autograd."""
-    forward: Callable[[Tensors], tuple[tuple[Tensor, Tensor], Tensors]]
-    """The same and residuals of ``backward``."""
-    backward: Callable[[Tensors, Tensors, Tensors, Sequence[bool]], Tensors]
-    """The gradients of the tensors from themselves, those of the results, residuals, and which are wanted."""
-    summary: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor]]
-    """State and log decay of k, v, the decay and the state before the tokens; as the adjoint of q, dO, the decay and the gradient after."""
-    timed: bool
-    """Whether the decay has tokens."""
-
-
 class ContextParallel:
     """The slices of a group of ranks, each with consecutive tokens of the same sequences.
 
@@ -93,7 +82,7 @@ class ContextParallel:
         output, _ = ps.gla(q, k, v, g, context=context)
 
     Every rank must make the same calls in the same order, and their backward passes too. Losses of ranks are summed: gradients of tensors
-    without tokens (a constant decay, u, the initial state) are each rank's part, as those of replicated parameters are.
+    without tokens (a constant decay, u, A_log, the initial state) are each rank's part, as those of replicated parameters are.
     """
 
     def __init__(
@@ -145,6 +134,7 @@ class ContextParallel:
         self.tokens, self.slices, self.offsets = tokens, slices(lengths, offsets), offsets
         self.slice = self.slices[self.rank]
         self._crossed = any(one.enters for one in self.slices)
+        self._moves = any(one.within for one in self.slices)
         self._before, self._after = self._chain(False), self._chain(True)
         self.cu_seqlens: Tensor | None = None
         """Offsets of this rank's sequences in its slice."""
@@ -176,7 +166,7 @@ class ContextParallel:
             output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
         else:
             with shared():
-                output, final = passes.call(self.entered(passes, tensors))
+                output, final = passes.call(self.entered(passes, tensors)[0])
             final = self.finals(passes, final) if wanted else final
         return output, final if wanted else None
 
@@ -205,19 +195,26 @@ class ContextParallel:
 
     # Both passes
 
-    def entered(self, passes: Passes, tensors: Tensors) -> Tensors:
-        """The tensors of the call on this rank: those given, its offsets, and the states that enter or begin here."""
-        _, k, v, g, *_, state = tensors
-        assert k is not None
+    def entered(self, passes: Passes, tensors: Tensors) -> tuple[Tensors, Tensor | None]:
+        """The tensors of the call on this rank: those given, its offsets, and the states that enter or begin here.
+
+        Also the columns of the slice's transition, None unless it is within a sequence.
+        """
+        q, v, state = tensors[0], tensors[2], tensors[-1]
+        assert q is not None
         assert v is not None
-        own = self.slice
+        own, here, columns = self.slice, [*tensors[:-2], None, state], None
         mine = state if self.offsets is None or state is None else state[own.sequences.start : own.sequences.stop]
         begins = None if mine is None or (own.enters and len(own.sequences) < 2) else mine[-1:] if own.sequences else mine
-        entered = self._carried(passes, k, v, g, begins, self._part(-1), own.leaves, False)
-        if entered is not None:
-            mine = self._with_row(mine, entered, 0)
+        if self._crossed:
+            made = None
+            if self._summarizes(passes, own.leaves, -1, q.is_cuda):
+                made, columns = passes.summary(self._of_part(passes, here, -1), begins, own.within)
+            entered = self._combined(passes, made, columns, (q, v), False)
+            if entered is not None:
+                mine = self._with_row(mine, entered, 0)
         one = self.tokens > 0 and len(own.sequences) == 1  # as a batch row, whose kernels need no offsets
-        return *tensors[:-2], None if one else self.cu_seqlens, mine
+        return (*tensors[:-2], None if one else self.cu_seqlens, mine), columns if own.within else None
 
     def finals(self, passes: Passes, final: Tensor) -> Tensor:
         """The final states of all sequences, on every rank."""
@@ -247,9 +244,12 @@ class ContextParallel:
         whole[first : own.sequences.stop] = d_states[own.enters :]
         return whole
 
-    def backward(self, passes: Passes, d_output: Tensor, d_final: Tensor | None, here: Tensors) -> Tensor:
-        """The gradient of the final states of this rank's call. ``d_final``: its part of that of all final states; None if not wanted."""
-        q, _, v, g = here[:4]
+    def backward(self, passes: Passes, d_output: Tensor, d_final: Tensor | None, here: Tensors, columns: Tensor | None) -> Tensor:
+        """The gradient of the final states of this rank's call.
+
+        ``d_final``: its part of that of all final states, None if not wanted; ``columns``: of the transition, as of ``entered``.
+        """
+        q, v = here[0], here[2]
         assert q is not None
         assert v is not None
         own = self.slice
@@ -261,9 +261,15 @@ class ContextParallel:
                 d_states = d_final[own.sequences.start : own.sequences.stop].clone()
             elif self.rank == self._last():
                 d_states = d_final
-        part = self._part(0)
+        if not self._crossed:
+            return d_states
         ends = None if own.leaves and len(own.sequences) < 2 else d_states[:1] if own.sequences else d_states
-        left = self._carried(passes, q, d_output, g, ends, part, own.enters, True)
+        made = None
+        if self._summarizes(passes, own.enters, 0, q.is_cuda):
+            *given, part = self._of_part(passes, [*here[:-2], None, None, d_output], 0, [*passes.timed, True])
+            assert part is not None
+            made = passes.adjoint(given, part, ends)
+        left = self._combined(passes, made, None if columns is None else passes.transition.adjoint(columns), (q, v), True)
         return d_states if left is None else self._with_row(d_states, left, -1)
 
     def _part(self, place: int) -> slice:
@@ -274,26 +280,31 @@ class ContextParallel:
         begin = self.slice.begin
         return slice(max(self.offsets[n] - begin, 0), min(self.offsets[n + 1] - begin, self.tokens))
 
-    def _carried(
-        self, passes: Passes, x: Tensor, y: Tensor, g: Tensor | None, start: Tensor | None, part: slice, gives: bool, adjoint: bool
-    ) -> Tensor | None:
-        """The state that enters this slice or, as the adjoint, the gradient of that which leaves it; None if none does.
+    def _of_part(self, passes: Passes, tensors: Tensors, place: int, timed: Sequence[bool] = ()) -> Tensors:
+        """The tensors with the tokens of this rank's first or last sequence."""
+        part = self._part(place)
+        if part == slice(0, self.tokens):
+            return tensors
+        return [x[:, part] if x is not None and some else x for x, some in zip(tensors, timed or passes.timed)]
 
-        ``x``, ``y``, ``g``: the tensors of this rank's summary, whose tokens are ``part``; ``gives``: whether other ranks need it.
+    def _summarizes(self, passes: Passes, gives: bool, place: int, on_gpu: bool) -> bool:
+        """Whether this rank computes a summary. ``gives``: whether other ranks need it."""
+        return gives or (passes.shares and on_gpu and self.tokens > 0 and self._part(place) == slice(0, self.tokens))
+
+    def _combined(
+        self, passes: Passes, made: Tensor | None, columns: Tensor | None, like: tuple[Tensor, Tensor], adjoint: bool
+    ) -> Tensor | None:
+        """Exchange summaries. The state that enters this slice or, as the adjoint, the gradient of that which leaves it; None if none does.
+
+        ``made``, ``columns``: of the summary of this rank; ``like``: q and v, which say its sizes.
         """
-        if not self._crossed:
-            return None
-        rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
-        whole = 0 < self.tokens == part.stop - part.start
-        if gives or (whole and y.is_cuda):  # on a GPU the call on this rank takes sums of the summary of the same tokens
-            if not whole:
-                x, y, g = x[:, part], y[:, part], g[:, part] if g is not None and passes.timed else g
-            made, decay = passes.summary(x, y, g, start, adjoint)
-            packet = torch.cat((made, decay[..., None]), -1)
-        else:
-            packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
-        packets = gathered(passes.function, packet, self.group)
-        return combined(packets, self._after if adjoint else self._before)
+        q, v = like
+        rows, (H, V), K = v.shape[0] if self.offsets is None else 1, v.shape[2:], q.shape[3]
+        parts = [v.new_zeros(rows, H, K, V, dtype=state_dtype(q.dtype)) if made is None else made]
+        if self._moves:
+            parts.append(parts[0].new_zeros(rows, H, K, passes.transition.columns(K)) if columns is None else columns)
+        packets = gathered(passes.function, torch.cat(parts, -1), self.group)
+        return combined(packets, self._after if adjoint else self._before, V, passes.transition)
 
     def _chain(self, adjoint: bool) -> list[int]:
         """The ranks whose summaries make up what enters this slice (as the adjoint: what leaves it), the farthest first."""
@@ -323,14 +334,25 @@ class ContextParallel:
         return max((rank for rank, one in enumerate(self.slices) if one.begin < one.end), default=0)
 
 
-def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
-    """The state after the slices of ``ranks``, in this order, from their summaries [.,H,K,V+1]; None if there are none."""
+def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int], V: int, transition: Transition) -> Tensor | None:
+    """The state after the slices of ``ranks``, in this order, from their packets [.,H,K,V+W]; None if there are none."""
     state = None
     for rank in ranks:
-        packet = packets[rank]
-        made = packet[..., :-1]
-        state = made.contiguous() if state is None else packet[..., -1:].exp() * state + made
+        made, columns = packets[rank][..., :V], packets[rank][..., V:]
+        state = made.contiguous() if state is None else transition.moved(columns, state) + made
     return state
+
+
+def over_ranks(
+    passes: Passes, tensors: Tensors, context: ContextParallel, wanted: object, complaints: Complaints
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A call whose tokens are those of one rank of a group. ``complaints``: about arguments that are not the operator's."""
+    if not isinstance(context, ContextParallel):
+        complaints.add(DtypeError, "context", "a ContextParallel or None", described(context), "See penstock.distributed.")
+    complaints.raise_any()
+    if isinstance(passes.impl, Explain):
+        passes.call((*tensors[:-2], context.cu_seqlens, None))
+    return context.run(passes, cast(tensors, passes.operator.cast), bool(wanted))
 
 
 class _Run(torch.autograd.Function):
@@ -339,10 +361,10 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         with shared():
-            here = context.entered(passes, tensors)
+            here, columns = context.entered(passes, tensors)
             (output, final), residuals = passes.forward(here)
         ctx.call = context, passes, wanted
-        ctx.save_for_backward(tensors[-1], *here, *residuals)
+        ctx.save_for_backward(tensors[-1], columns, *here, *residuals)
         final = context.finals(passes, final) if wanted else final
         if not wanted:
             ctx.mark_non_differentiable(final)
@@ -352,10 +374,10 @@ class _Run(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         context, passes, wanted = ctx.call
-        given, *kept = ctx.saved_tensors
+        given, columns, *kept = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         here, residuals = kept[: len(needed)], kept[len(needed) :]
         with shared():
-            d_states = context.backward(passes, d_output, d_final if wanted else None, here)
+            d_states = context.backward(passes, d_output, d_final if wanted else None, here, columns)
             *grads, d_given = passes.backward(here, (d_output, d_states), residuals, needed)
         return None, None, None, *grads, context.of_given(given, d_given) if needed[-1] else None

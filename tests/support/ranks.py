@@ -6,24 +6,25 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cases
+import deltas
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import Case as Drawn
-from cases import draw as drawn
-from cases import named
 from torch import Tensor
 
 import penstock as ps
 from penstock.call.validation import known_values
+from penstock.delta import variants as removals
 from penstock.errors import ExchangeError
-from penstock.recurrence.operators import SUMMARY
-from penstock.recurrence.variants import VARIANTS
+from penstock.recurrence import variants as sums
 from penstock.tokens import borders
 from penstock.tokens.context import combined
+from penstock.tokens.summaries import DIAGONAL, MATRIX
 
-OVER_TOKENS = ("q", "k", "v", "output")
+VARIANTS = {**sums.VARIANTS, **removals.VARIANTS}
+"""The variants of all families whose functions take a context."""
 
 
 class Call(NamedTuple):
@@ -38,18 +39,35 @@ class Call(NamedTuple):
     final: bool
     dtype: torch.dtype = torch.float64
     gate: str = "logsigmoid/16"
+    raw: bool = False
+    """Whether inputs of the delta rule are raw."""
 
     @property
-    def case(self) -> Drawn:
-        return Drawn(self.variant, B=2, T=sum(self.lengths), H=4, G=2, K=8, V=5, lengths=self.packed, state=self.initial,
-                     dtype=self.dtype, gate=self.gate)  # fmt: skip
+    def case(self) -> cases.Case:
+        sizes = {"B": 2, "T": sum(self.lengths), "H": 4, "G": 2, "K": 8, "V": 5, "lengths": self.packed, "state": self.initial}
+        if self.variant in removals.VARIANTS:
+            return deltas.Delta(self.variant, **sizes, dtype=self.dtype, gate=self.gate, raw=self.raw)
+        return cases.Case(self.variant, **sizes, dtype=self.dtype, gate=self.gate)
 
     @property
     def offsets(self) -> Tensor | None:
         return None if self.packed is None else torch.tensor([0, *self.packed]).cumsum(0)
 
+    def drawn(self) -> dict[str, Tensor | None]:
+        return self.case.drawn()
+
     def over_tokens(self, name: str) -> bool:
-        return name in OVER_TOKENS or (name == "g" and "T" in VARIANTS[self.variant].decay)
+        return "T" in self.case.operator.signatures[self.variant].axes[name]
+
+    def sliced(self, tensors: dict[str, Tensor | None], part: slice) -> dict[str, Tensor | None]:
+        return {name: x[:, part] if x is not None and self.over_tokens(name) else x for name, x in tensors.items()}
+
+    def named(self, tensors: dict[str, Tensor | None], query: str = "", gate: str = "") -> dict[str, object]:
+        """Arguments by the names of the public function, or by these."""
+        case = self.case
+        if isinstance(case, deltas.Delta):
+            return deltas.named(case, tensors, query or case.row.query, gate or case.row.gate)
+        return cases.named(case, tensors)
 
 
 def pieces(rng: random.Random, total: int, most: int) -> tuple[int, ...]:
@@ -67,7 +85,8 @@ def calls(ranks: int, count: int) -> list[Call]:
         if n % 3:
             packed = pieces(rng, total, 6)
         gate = rng.choice(("logsigmoid/16", "zero", "mixture"))
-        found.append(Call(list(VARIANTS)[n % len(VARIANTS)], lengths, packed, n % 2 == 0, n % 4 < 2, gate=gate))
+        variant, raw = list(VARIANTS)[n % len(VARIANTS)], rng.random() < 0.5
+        found.append(Call(variant, lengths, packed, n % 2 == 0, n % 4 < 2, gate=gate, raw=raw))
     return found
 
 
@@ -93,7 +112,7 @@ def _begun(rank: int, ranks: int, port: int, function: Callable[..., None], argu
 
 def run(call: Call, tensors: dict[str, Tensor | None], **options: object) -> ps.Result:
     function = getattr(ps, call.variant)
-    return function(**named(call.case, tensors), output_final_state=call.final, **options)
+    return function(**call.named(tensors), output_final_state=call.final, **options)
 
 
 def gradients(call: Call, tensors: dict[str, Tensor | None], d_output: Tensor, d_final: Tensor, **options: object):
@@ -109,15 +128,14 @@ def compare(rank: int, every: list[Call]) -> None:
     """Outputs, final states and all gradients equal those of one process."""
     for call in every:
         case, ranks = call.case, len(call.lengths)
-        tensors, rng = drawn(case), torch.Generator().manual_seed(3)
+        tensors, rng = call.drawn(), torch.Generator().manual_seed(3)
         shapes = ([case.sizes[axis] for axis in axes] for axes in ("BTHV", "NHKV"))
         d_output, d_final = (torch.randn(shape, generator=rng, dtype=call.dtype) for shape in shapes)
         output, final, wanted = gradients(call, tensors, d_output, d_final, cu_seqlens=call.offsets)
         begin = sum(call.lengths[:rank])
         part = slice(begin, begin + call.lengths[rank])
-        own = {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}
         context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank], cu_seqlens=call.offsets)
-        found = gradients(call, own, d_output[:, part], d_final / ranks, context=context)
+        found = gradients(call, call.sliced(tensors, part), d_output[:, part], d_final / ranks, context=context)
         torch.testing.assert_close(found[0], output[:, part], rtol=1e-9, atol=1e-9, msg=lambda text: f"{call} {rank}\n{text}")  # noqa: B023
         if call.final:
             torch.testing.assert_close(found[1], final, rtol=1e-9, atol=1e-9, msg=lambda text: f"{call} {rank} final\n{text}")  # noqa: B023
@@ -130,25 +148,24 @@ def compare(rank: int, every: list[Call]) -> None:
             torch.testing.assert_close(x, whole, rtol=1e-8, atol=1e-8, msg=lambda text: f"{call} {rank} d{name}\n{text}")  # noqa: B023
 
 
+def packet(call: Call, tensors: dict[str, Tensor | None], state: Tensor | None) -> Tensor:
+    """The summary of a slice as ranks send it."""
+    given = call.named({name: x for name, x in tensors.items() if name not in ("q", "u", "initial_state")}, gate="g")
+    given["g"] = given.pop("w", given.get("g"))
+    found = ps.summary(call.variant, initial_state=state, **given)
+    return torch.cat([found.state, found.matrix if isinstance(found, ps.MatrixSummary) else found.decay[..., None]], -1)
+
+
 def same_bits(rank: int, every: list[Call]) -> None:
     """Outputs have the bits of one process that computes the slices one by one, with the same summaries."""
     for call in every:
-        tensors, ends = drawn(call.case), [sum(call.lengths[:n]) for n in range(len(call.lengths) + 1)]
-        parts = [slice(*pair) for pair in itertools.pairwise(ends)]
-
-        def own(part: slice) -> dict[str, Tensor | None]:
-            return {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}  # noqa: B023
-
-        packets = []
-        for n in range(rank):
-            one = own(parts[n])
-            state = tensors["initial_state"] if n == 0 else None
-            made, decay = SUMMARY(f"summary({call.variant!r})", (one["k"], one["v"], one["g"], state), (1.0, False, False))
-            packets.append(torch.cat([made, decay[..., None]], -1))
-        one = own(parts[rank]) | {"initial_state": combined(packets, range(rank)) if rank else tensors["initial_state"]}
-        alone = run(call, one).output
+        tensors, ends = call.drawn(), [sum(call.lengths[:n]) for n in range(len(call.lengths) + 1)]
+        parts = [call.sliced(tensors, slice(*pair)) for pair in itertools.pairwise(ends)]
+        packets = [packet(call, parts[n], tensors["initial_state"] if n == 0 else None) for n in range(rank)]
+        entered = combined(packets, range(rank), call.case.V, MATRIX if call.variant in removals.VARIANTS else DIAGONAL)
+        alone = run(call, parts[rank] | {"initial_state": entered if rank else tensors["initial_state"]}).output
         context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank], lengths=call.lengths)
-        assert torch.equal(run(call, own(parts[rank]), context=context).output, alone), call
+        assert torch.equal(run(call, parts[rank], context=context).output, alone), call
 
 
 def carry_nan(rank: int) -> None:
@@ -159,10 +176,10 @@ def carry_nan(rank: int) -> None:
     for variant, row in VARIANTS.items():
         call = Call(variant, (5, 9), None, True, True)
         for name, token in itertools.product(("v", "g") if "T" in row.decay else ("v",), (2, 7)):
-            tensors, part = drawn(call.case), (slice(0, 5), slice(5, 14))[rank]
+            tensors, part = call.drawn(), (slice(0, 5), slice(5, 14))[rank]
             tensors[name][0, token].view(-1)[0] = torch.nan
             d_output, d_final = torch.ones(2, 14, 4, 5, dtype=call.dtype), torch.ones(2, 4, 8, 5, dtype=call.dtype)
-            own = {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}
+            own = call.sliced(tensors, part)
             context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank])
             with known_values("g"):
                 wanted, final = run(call, tensors, impl="reference")

@@ -6,15 +6,13 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from cases import draw as drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Call, calls, compare, compare_and_lose_a_rank, run, same_bits, spawned
+from ranks import VARIANTS, Call, calls, compare, compare_and_lose_a_rank, run, same_bits, spawned
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.call.operator import explain
-from penstock.recurrence.variants import VARIANTS
 from penstock.tokens.context import slices
 
 
@@ -40,11 +38,15 @@ def test_slices_have_every_sequence(lengths, data):
 
 
 def test_four_ranks_equal_one_process():
-    spawned(compare, 4, calls(4, 36))
+    spawned(compare, 4, calls(4, 44))
+
+
+def test_three_ranks_equal_one_process():
+    spawned(compare, 3, calls(3, 44))
 
 
 def test_two_ranks_equal_one_process_carry_nan_and_report_a_lost_rank():
-    spawned(compare_and_lose_a_rank, 2, calls(2, 36))
+    spawned(compare_and_lose_a_rank, 2, calls(2, 44))
 
 
 def test_outputs_have_the_bits_of_one_process_with_the_same_cuts():
@@ -92,7 +94,7 @@ def test_what_calls_with_a_context_refuse(alone):
 def test_transforms_are_refused(alone, name, transform):
     """They would leave out what other ranks contribute."""
     case = Call(name, (9,), None, True, True, torch.float32)
-    tensors, context = drawn(case.case), ps.distributed.ContextParallel(alone, tokens=9)
+    tensors, context = case.drawn(), ps.distributed.ContextParallel(alone, tokens=9)
     k = tensors["k"][None] if transform is torch.func.vmap else tensors["k"]
     with pytest.raises(ps.RangeError, match=rf"{name}: the call must be outside of torch\.func transforms and forward-mode"):
         transform(lambda k: run(case, tensors | {"k": k}, context=context).output.sum())(k)
@@ -118,7 +120,7 @@ def test_explained_calls_exchange_nothing(alone, monkeypatch):
 def test_checkpoints_keep_no_tensors_of_a_call(alone, name, packed):
     """Gradients are equal to the bit, and what a checkpointed function makes is freed after the forward pass."""
     case = Call(name, (70,), (30, 40) if packed else None, True, True, torch.float32)
-    tensors, kept = drawn(case.case), []
+    tensors, kept = case.drawn(), []
     context = ps.distributed.ContextParallel(alone, tokens=70, cu_seqlens=case.offsets)
 
     def function(**given):
