@@ -238,8 +238,8 @@ class Backbone(nn.Module):
         sequences = self._check(function, ids, embedded, state, cu_seqlens, context=context, final_states=final_states)
         checkpointing = self._checkpointing(function)
         with recomputing() if checkpointing == "selective" else nullcontext():
-            x, values = self._embedded(ids, embedded), Values()
-            after = []
+            x, after = self._embedded(ids, embedded), []
+            values: Values = {}
             for n, layer in enumerate(self.layers):
                 if every is not None:
                     every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
@@ -269,7 +269,8 @@ class Backbone(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The input of a head [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
         sequences = self._check("advance", ids, embedded, state, cu_seqlens, slots, in_place=True)
-        x, y, values = self._embedded(ids, embedded), None, Values()
+        x, y = self._embedded(ids, embedded), None
+        values: Values = {}
         for layer, one in zip(self.layers, state):
             if every is not None:
                 x, y = x if y is None else x + y, None

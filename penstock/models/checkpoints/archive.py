@@ -26,7 +26,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files of adapters in folders of PEFT."""
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
+SUFFIXES = (".safetensors", ".st", ".bin", ".pth", ".pt", ".ckpt")
 DAMAGED = "The file is damaged or of another model."
 LONGEST = 500
 """The characters allowed in the name of a tensor."""
