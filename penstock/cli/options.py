@@ -21,7 +21,7 @@ from ..call.families import functions
 from ..errors import Complaints, DeviceError, RangeError
 from ..verify.machine import Machine, using_threads
 
-State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6, of RWKV-PEFT.")]
+State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6 or RWKV-7, of RWKV-PEFT.")]
 MAX_THREADS = 1024
 Threads = Annotated[
     int | None,

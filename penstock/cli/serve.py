@@ -67,7 +67,8 @@ def serve(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[NAME=]FILE", help="Tuned initial states of RWKV-6: of the model itself, or as MODEL:NAME. Several: give it again."
+            metavar="[NAME=]FILE",
+            help="Tuned initial states of RWKV-6 or RWKV-7: of the model itself, or as MODEL:NAME. Several: give it again.",
         ),
     ] = None,
     adapter: Annotated[

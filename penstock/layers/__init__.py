@@ -10,6 +10,7 @@ from .retention import Retention, RetentionConfig, RetentionState
 from .rwkv import RWKV5ChannelConfig, RWKV5ChannelMix, RWKV6ChannelConfig, RWKV6ChannelMix, ShiftState
 from .rwkv5 import RWKV5Config, RWKV5State, RWKV5TimeMix
 from .rwkv6 import RWKV6Config, RWKV6State, RWKV6TimeMix
+from .rwkv7 import RWKV7ChannelConfig, RWKV7ChannelMix, RWKV7Config, RWKV7State, RWKV7TimeMix
 from .sequences import Sequences
 from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxAttentionState
 from .swiglu import SwiGLU, SwiGLUConfig
@@ -21,8 +22,10 @@ for _config in (
     RetentionConfig,
     RWKV5ChannelConfig,
     RWKV6ChannelConfig,
+    RWKV7ChannelConfig,
     RWKV5Config,
     RWKV6Config,
+    RWKV7Config,
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 ):
@@ -51,6 +54,11 @@ __all__ = [
     "RWKV6Config",
     "RWKV6State",
     "RWKV6TimeMix",
+    "RWKV7ChannelConfig",
+    "RWKV7ChannelMix",
+    "RWKV7Config",
+    "RWKV7State",
+    "RWKV7TimeMix",
     "Retention",
     "RetentionConfig",
     "RetentionState",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ from .halving import halved
 from .sequences import Sequences, adopt
 from .sizes import check_fields
 from .sliced import sequences_of
+from .values import Values, check_values
 
 
 class Stateless(NamedTuple):
@@ -35,6 +37,8 @@ class MixerConfig:
     """The name of the kind in files. A subclass needs its own."""
     grows: ClassVar[bool] = False
     """Whether the state of a sequence grows with its tokens, as a cache of keys and values does."""
+    slices: ClassVar[bool] = True
+    """Whether the tokens of a sequence may be on several ranks, see ``context`` of ``Mixer.forward``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -67,16 +71,27 @@ class MixerConfig:
         raise NotImplementedError
 
 
+def check_slices(complaints: Complaints, *configs: MixerConfig | None) -> None:
+    """Check, for a call with a context, that these mixers take one."""
+    for one in dict.fromkeys(configs):
+        if one is not None and not one.slices:
+            complaints.add(RangeError, "context", f"None for mixers of kind {one.kind}", "a context", "Its recurrence takes none.")
+
+
 @remembered
 class Mixer(nn.Module):
     """Base of token mixers and channel mixers: maps x [B,T,C] and a state to y [B,T,C] and the state after the last token.
 
     A state is a ``NamedTuple`` of tensors whose first axis is the sequence or, for ``advance``, the row of a pool. Subclasses write
-    ``initial_state`` and ``mix``.
+    ``initial_state`` and ``mix``. Mixers that pass values of tokens to later layers declare ``yields``, and those that get them ``takes``.
     """
 
     halves_output: ClassVar[bool] = False
     """Whether ``mix`` and ``step`` divide y by the halvings before it can overflow (see ``halving``). Otherwise y is divided here."""
+    takes: Mapping[str, int] = {}
+    """Values of earlier layers that ``mix`` gets as its last argument, by name, each with its size of the last axis."""
+    yields: Mapping[str, int] = {}
+    """Values for later layers that ``mix`` returns as a dict after y and the state, likewise."""
     _stepped: ClassVar[Any] = None
     """The ``mix`` that ``step`` belongs to."""
 
@@ -97,17 +112,23 @@ class Mixer(nn.Module):
         """
 
     @abstractmethod
-    def mix(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
-        """Y and the new state; in place, parts of it may be the pool itself."""
+    def mix(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Any, ...]:
+        """Y and the new state; in place, parts of it may be the pool itself.
+
+        A mixer that takes values gets them as a further argument ``values``; one that yields values returns them, too.
+        """
 
     def empty_state(self, count: int, like: Tensor) -> Any:
         """The state that ``forward`` begins with if it gets none."""
         return self.initial_state(count, like)
 
     def forward(
-        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Sequences | None = None, *, context: ContextParallel | None = None
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Sequences | None = None, values: Values | None = None, *,
+        context: ContextParallel | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Map x [B,T,C] to y of the same shape and the state after the last token. Differentiable; ``state`` is not changed.
+
+        A mixer that ``yields`` values returns them after the state, as a dict.
 
         x : Tensor [B,T,C]
             With ``cu_seqlens``, B is 1. Models on a GPU give it in autocast's dtype under autocast.
@@ -116,24 +137,30 @@ class Mixer(nn.Module):
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share. For an update in place,
             ``state`` is a pool, which is updated and returned.
+        values : dict of Tensors [B,T,size], optional
+            What the mixer ``takes`` of earlier layers.
         context : ContextParallel, optional
             x are the tokens of one rank (docs/scaling.md). States are those of all sequences, on every rank.
         """
         if isinstance(cu_seqlens, Sequences):
             sequences = cu_seqlens
         else:
-            sequences = self._sequences("forward", x, cu_seqlens, state=state, context=context)
+            sequences = self._sequences("forward", x, cu_seqlens, state=state, values=values, context=context)
         state = self.empty_state(sequences.count, x) if state is None else state
-        y, after = self.mix(x, state, sequences)
+        y, after, *yielded = self.mix(x, state, sequences, **({} if values is None else {"values": values}))
         y = y if self.halves_output else halved(y, sequences)
         if not sequences.in_place:
-            return y, after
+            return y, after, *yielded
         sequences.write(state, after)
-        return y, state
+        return y, state, *yielded
 
     @torch.no_grad()
-    def advance(self, x: Tensor, state: Any, *, cu_seqlens: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
+    def advance(
+        self, x: Tensor, state: Any, *, cu_seqlens: Tensor | None = None, slots: Tensor | None = None, values: Values | None = None
+    ) -> Any:  # fmt: skip
         """Map x [B,T,C] to y of the same shape; the rows of the pool ``state`` are updated **in place**. Computes no gradients.
+
+        A mixer that ``yields`` values returns y and these.
 
         slots : int32 or int64 Tensor [N], optional
             The row of each sequence, all different. A negative slot skips its sequence: no row changes, and its y is undefined.
@@ -141,10 +168,10 @@ class Mixer(nn.Module):
 
         Other arguments as for ``forward``, which runs with its hooks.
         """
-        sequences = self._sequences("advance", x, cu_seqlens, slots, state, in_place=True)
-        y, after = self(x, state, sequences)
+        sequences = self._sequences("advance", x, cu_seqlens, slots, state, in_place=True, values=values)
+        y, after, *yielded = self(x, state, sequences) if values is None else self(x, state, sequences, values)
         adopt(state, after)
-        return y  # type: ignore[no-any-return]
+        return (y, *yielded) if yielded else y
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """An update in place that includes the residual sum and the norm: x + y (x without y), and the result of ``advance`` for its norm.
@@ -162,15 +189,22 @@ class Mixer(nn.Module):
             return why
         if kind._stepped is None:
             return "has no step across its norm"
+        if self.takes or self.yields:
+            return "passes values, which its step does not"
         return None if kind.mix is kind._stepped and "mix" not in vars(self) else "has a mix that its step does not belong to"
 
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *,
-        in_place: bool = False, context: ContextParallel | None = None,
+        in_place: bool = False, values: Values | None = None, context: ContextParallel | None = None,
     ) -> Sequences:  # fmt: skip
         """The sequences of a direct call of a mixer, with checks. A model has checked its own arguments."""
         complaints = Complaints(f"{type(self).__name__}.{function}")
         check_input(complaints, x, self.hidden_size)
+        complaints.raise_any()
+        check_values(complaints, values, x, self.takes)
+        config = getattr(self, "config", None)
+        if context is not None and isinstance(config, MixerConfig):
+            check_slices(complaints, config)
         complaints.raise_any()
         sequences = sequences_of(complaints, x, "x", cu_seqlens, slots, state, in_place=in_place, context=context)
         if in_place or state is not None:

@@ -1,4 +1,4 @@
-"""Shared by RWKV-5 and RWKV-6: the channel mix, and the initialisation of weights.
+"""Shared by RWKV-5, RWKV-6 and RWKV-7: channel mixes, tuned states, and the initialisation of weights.
 
 Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix; the constants are from the authors' training code,
 github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
@@ -7,7 +7,7 @@ github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,31 @@ class RWKV5ChannelMix(ChannelMix):
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         return self.time_mix_k, self.time_mix_r
+
+
+class TunedMixer(Mixer):
+    """Base of time mixes whose sequences may begin with a trained state ``time_state`` [H,K,V], as ``config.tuned_state`` says."""
+
+    config: Any
+    time_state: Tensor
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> Any:
+        """Zeros, or ``time_state``."""
+        if not (self.config.tuned_state and count):
+            return self._blank_state(count, like)
+        tuned: Any = self.time_state.detach()
+        tuned = tuned.full_tensor() if hasattr(tuned, "full_tensor") else tuned  # sharded
+        state = self._blank_state(count, like)
+        return state._replace(wkv=tuned.to(state.wkv).repeat(count, 1, 1, 1))
+
+    def empty_state(self, count: int, like: Tensor) -> Any:
+        """The same, with gradients of ``time_state``."""
+        state = self._blank_state(count, like)
+        return state._replace(wkv=self.time_state.to(state.wkv).repeat(count, 1, 1, 1)) if self.config.tuned_state else state
+
+    def _blank_state(self, count: int, like: Tensor) -> Any:
+        """Zeros."""
+        raise NotImplementedError
 
 
 class Heads(Protocol):

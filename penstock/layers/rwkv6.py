@@ -28,8 +28,8 @@ from .decode import low_rank_maps, rwkv_step, shifted_norm
 from .fused import norm_gate
 from .halving import last_map
 from .linear import linear, linears
-from .mixer import Mixer, MixerConfig
-from .rwkv import check_head_size, head_count, matrix, ramp
+from .mixer import MixerConfig
+from .rwkv import TunedMixer, check_head_size, head_count, matrix, ramp
 from .sequences import Sequences
 from .token_shift import TokensBefore, token_shift
 
@@ -72,7 +72,7 @@ class RWKV6State(NamedTuple):
     """[N,H,K,V], the state of the recurrence, float32 (float64 for float64 models)."""
 
 
-class RWKV6TimeMix(Mixer):
+class RWKV6TimeMix(TunedMixer):
     r"""Time mixing by the RWKV-6 recurrence.
 
     p is the input of the previous token, dx = p - x. With five low-rank offsets
@@ -120,20 +120,6 @@ class RWKV6TimeMix(Mixer):
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
         if config.tuned_state:
             self.time_state = nn.Parameter(torch.zeros(H, K, V))
-
-    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> RWKV6State:
-        """Zeros, or ``time_state``."""
-        if not (self.config.tuned_state and count):
-            return self._blank_state(count, like)
-        tuned: Any = self.time_state.detach()
-        tuned = tuned.full_tensor() if hasattr(tuned, "full_tensor") else tuned  # sharded
-        state = self._blank_state(count, like)
-        return state._replace(wkv=tuned.to(state.wkv).repeat(count, 1, 1, 1))
-
-    def empty_state(self, count: int, like: Tensor) -> RWKV6State:
-        """The same, with gradients of ``time_state``."""
-        state = self._blank_state(count, like)
-        return state._replace(wkv=self.time_state.to(state.wkv).repeat(count, 1, 1, 1)) if self.config.tuned_state else state
 
     def _blank_state(self, count: int, like: Tensor) -> RWKV6State:
         (H, K), dtype = self.time_faaaa.shape, state_dtype(like.dtype)

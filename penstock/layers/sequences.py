@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.validation import known_values
+from ..delta import functional as delta
 from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
@@ -187,6 +188,16 @@ class Sequences:
                 options["g"], gates = gates[0], ()
             output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
             return output, state if after is None else after
+
+    def recur_rwkv7(
+        self, r: Tensor, raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, state: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run ``rwkv7`` with raw decays from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
+        if self.in_place:
+            rows: dict[str, Any] = {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
+            return operated(delta.advance, "rwkv7", r, k, v, raw, a=a, b=b, raw_decay=True, **rows), state
+        output, after = operated(delta.rwkv7, r, raw, k, v, a, b, raw_decay=True, **self._from(state))
+        return output, state if after is None else after
 
     def _from(self, state: Tensor) -> dict[str, Any]:
         """The options of a recurrence from these states."""

@@ -2,7 +2,7 @@
 
 from .causal_lm import CausalLM, LayerState, Output, State
 from .checkpoints import load, load_adapter, load_tuned_state, save
-from .config import Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
+from .config import Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
 
 __all__ = [
     "CausalLM",
@@ -20,5 +20,6 @@ __all__ = [
     "retnet",
     "rwkv5",
     "rwkv6",
+    "rwkv7",
     "save",
 ]

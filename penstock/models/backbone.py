@@ -6,6 +6,7 @@ Hooks, wrappers and replaced ``forward``s act on every module in every pass. A m
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +22,12 @@ from ..layers.as_written import altered, gathers, hooked, remembered, unwrapped
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
+from ..layers.mixer import check_slices
 from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
 from ..layers.sliced import sequences_of
+from ..layers.values import Values, check_layers, joined, own, passed
 from ..tokens.context import ContextParallel
 from .arguments import check_embeddings, check_state, check_tokens, marks
 from .config import Config, rwkv6
@@ -59,34 +62,43 @@ class Layer(nn.Module):
         self.mixer = config.mixers[layer].build(C, layer, L)
         self.channel_norm = None if channel is None else norm(config)
         self.channel = None if channel is None else channel.build(C, layer, L)
+        self.takes, self.yields = joined(self.mixer, self.channel)
 
-    def forward(self, x: Tensor, state: LayerState | None, sequences: Sequences) -> tuple[Tensor, LayerState]:
-        """Map x [B,T,C] to y of the same shape and the new state.
+    def forward(
+        self, x: Tensor, state: LayerState | None, sequences: Sequences, values: Values | None = None
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Map x [B,T,C] to y of the same shape and the new state; then the values, if it ``yields`` any.
 
-        ``state`` None: the state before the first token. In place, it is a pool, which is updated and returned.
+        ``state`` None: the state before the first token. In place, it is a pool, which is updated and returned. ``values``: those that its
+        mixers take of earlier layers (``layers.values``).
         """
+        values = {} if values is None else dict(values)
         state = LayerState(None, Stateless() if self.channel is None else None) if state is None else state
         x, _ = self._entered(x, None, sequences)
         halvings = sequences.halvings
         x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32, halvings=halvings)
-        y, mixer = self.mixer(normed, state.mixer, sequences)
+        y, mixer = passed(self.mixer, Mixer, values, normed, state.mixer, sequences)
         if self.channel is None:
-            return x + y, LayerState(mixer, state.channel)
+            return x + y, LayerState(mixer, state.channel), *own(values, self.yields)
         assert self.channel_norm is not None
         x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32, halvings=halvings)
-        y, channel = self.channel(normed, state.channel, sequences)
-        return x + y, LayerState(mixer, channel)
+        y, channel = passed(self.channel, Mixer, values, normed, state.channel, sequences)
+        return x + y, LayerState(mixer, channel), *own(values, self.yields)
 
-    def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences, values: Values
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Map x + y, the residual stream and the output of the previous mixer, to such a pair; ``state`` is updated in place.
 
-        Computes ``forward`` with kernels that are fused across modules.
+        Computes ``forward`` with kernels that are fused across modules. ``values``: those of earlier layers; those that this one yields
+        are added.
         """
         x, y = self._entered(x, y, sequences)
-        x, y = UPDATE_MIXER(MixerUpdate(self.mixer, self.mixer_norm, x, y, state.mixer, sequences, self.residual_in_float32))
+        in_float32 = self.residual_in_float32
+        x, y = UPDATE_MIXER(MixerUpdate(self.mixer, self.mixer_norm, x, y, state.mixer, sequences, in_float32, values))
         if self.channel is None:
             return x, y
-        return UPDATE_MIXER(MixerUpdate(self.channel, self.channel_norm, x, y, state.channel, sequences, self.residual_in_float32))
+        return UPDATE_MIXER(MixerUpdate(self.channel, self.channel_norm, x, y, state.channel, sequences, in_float32, values))
 
     def _entered(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         """X and y at the begin of this layer; in float16 models, divided according to ``rescale_every`` (``layers.halving``)."""
@@ -115,6 +127,8 @@ class LayerUpdate(NamedTuple):
     y: Tensor | None
     state: Any
     sequences: Sequences
+    values: Values
+    """Of earlier layers; those that this one yields are added."""
 
 
 def _refuses_layer(c: LayerUpdate) -> str | None:
@@ -123,12 +137,12 @@ def _refuses_layer(c: LayerUpdate) -> str | None:
 
 
 def _layer(c: LayerUpdate) -> Pair:
-    found: Pair = c.module.advance(c.x, c.y, c.state, c.sequences)
+    found: Pair = c.module.advance(c.x, c.y, c.state, c.sequences, c.values)
     return found
 
 
 def _layer_as_module(c: LayerUpdate) -> Pair:
-    x, after = c.module(c.x if c.y is None else c.x + c.y, c.state, c.sequences)
+    x, after = passed(c.module, Layer, c.values, c.x if c.y is None else c.x + c.y, c.state, c.sequences)
     adopt(c.state, after)
     return x, None
 
@@ -137,7 +151,7 @@ def _draw_layer(draw: Draw) -> LayerUpdate:
     config = rwkv6(vocab_size=8, hidden_size=48, num_layers=1, intermediate_size=72, head_size=16, mix_rank=4, decay_rank=4)
     layer, x, y = draw.module("layer", Layer(config, 0), 0.2), draw("x", 3, 1, 48), draw("y", 3, 1, 48)
     state = LayerState(*(drawn_state(draw, part) for part in layer.initial_state(5, x)))
-    return LayerUpdate(layer, x, y, state, drawn(draw, x, slots=[4, 0, 2], in_place=True))
+    return LayerUpdate(layer, x, y, state, drawn(draw, x, slots=[4, 0, 2], in_place=True), {})
 
 
 UPDATE_LAYER: Chain[LayerUpdate, Pair] = Chain(
@@ -180,6 +194,9 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
         self._checked: tuple[object, ...] | None = None  # the marks of the last checked pool
+        complaints = Complaints("Config")
+        check_layers(complaints, zip(config.mixers, self.layers))  # type: ignore[arg-type]
+        complaints.raise_any()
 
     def _initialise(self) -> None:
         """Initialise the embeddings; other modules initialise their own weights."""
@@ -221,16 +238,16 @@ class Backbone(nn.Module):
         sequences = self._check(function, ids, embedded, state, cu_seqlens, context=context, final_states=final_states)
         checkpointing = self._checkpointing(function)
         with recomputing() if checkpointing == "selective" else nullcontext():
-            x = self._embedded(ids, embedded)
-            after = []
+            x, after = self._embedded(ids, embedded), []
+            values: Values = {}
             for n, layer in enumerate(self.layers):
                 if every is not None:
                     every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
                 before = None if state is None else state[n]
+                call = None
                 if checkpointing is True:
-                    x, new = checkpoint(_with_parameters, layer, dict(layer.named_parameters()), x, before, sequences, use_reentrant=False)
-                else:
-                    x, new = layer(x, before, sequences)
+                    call = partial(checkpoint, _with_parameters, layer, dict(layer.named_parameters()), use_reentrant=False)
+                x, new = passed(layer, Layer, values, x, before, sequences, call=call)
                 after.append(new)
             return self._normed(x, None, sequences), after
 
@@ -253,11 +270,12 @@ class Backbone(nn.Module):
         """The input of a head [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
         sequences = self._check("advance", ids, embedded, state, cu_seqlens, slots, in_place=True)
         x, y = self._embedded(ids, embedded), None
+        values: Values = {}
         for layer, one in zip(self.layers, state):
             if every is not None:
                 x, y = x if y is None else x + y, None
                 every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
-            x, y = UPDATE_LAYER(LayerUpdate(layer, x, y, one, sequences))
+            x, y = UPDATE_LAYER(LayerUpdate(layer, x, y, one, sequences, values))
         if last_only:
             x, y = sequences.last(x), None if y is None else sequences.last(y)
         return self._normed(x, y, sequences)
@@ -296,6 +314,8 @@ class Backbone(nn.Module):
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:
             check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
+        if context is not None:
+            check_slices(complaints, *self.sizes.mixers, *self.sizes.channels)
         complaints.raise_any()
         assert given is not None
         options: Any = {"in_place": in_place, "context": context, "final_states": final_states}

@@ -24,6 +24,8 @@ from ..layers import (
     RWKV5Config,
     RWKV6ChannelConfig,
     RWKV6Config,
+    RWKV7ChannelConfig,
+    RWKV7Config,
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
@@ -159,7 +161,10 @@ ARGUMENTS = {
     "n_groups": "int\nHeads of B and C (k and q), each of which serves num_heads / n_groups heads.",
     "version": '"5.0", "5.1" or "5.2"\nOf the formula.',
     "mix_rank": "int, optional\nThe rank of the five offsets of token shifts. Default: 32, and 64 from hidden_size 4096 on.",
-    "decay_rank": "int, optional\nThe rank of the decay. Default: 64, and 128 from hidden_size 4096 on.",
+    "decay_rank": "int, optional\nThe rank of the decay. Default: that of published models, for this hidden_size.",
+    "rate_rank": "int, optional\nThe rank of the in-context learning rate. Default: decay_rank of published models.",
+    "value_rank": "int, optional\nThe rank of the weight of layer 0's values. Default: that of published models.",
+    "gate_rank": "int, optional\nThe rank of the output gate. Default: that of published models.",
     "conv_size": "int\nThe width of short convolutions of q, k and v. 0: none.",
     "feature_map": 'str or None\nOf q and k: "elu+1", "relu", "identity", "silu", "sigmoid", "squared_relu" or None.',
     "normalize": "bool\nDivide by the sum of the weights.",
@@ -205,6 +210,30 @@ def rwkv6(
     ranks = 32 * large if mix_rank is None else mix_rank, 64 * large if decay_rank is None else decay_rank
     mixer = RWKV6Config(head_size, num_heads=num_heads, mix_rank=ranks[0], decay_rank=ranks[1])
     return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
+
+
+@checked_keywords
+@described_by(ARGUMENTS)
+def rwkv7(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
+    num_heads: int | None = None, decay_rank: int | None = None, rate_rank: int | None = None, value_rank: int | None = None,
+    gate_rank: int | None = None,
+) -> Config:  # fmt: skip
+    """RWKV-7 ("Goose", x070). Defaults as in published models; num_heads is hidden_size / head_size.
+
+    <arguments>
+
+    >>> rwkv7(vocab_size=65536, hidden_size=2560, num_layers=32).mixer.gate_rank
+    320
+    """
+    _check_hidden_size(hidden_size)
+    root = hidden_size**0.5
+    usual = (1.8 * root, 1.8 * root, 1.3 * root, 0.6 * hidden_size**0.8)
+    given = decay_rank, rate_rank, value_rank, gate_rank
+    decay, rate, value, gate = (max(32, 32 * round(size / 32)) if rank is None else rank for size, rank in zip(usual, given))
+    mixer = RWKV7Config(head_size, num_heads, decay, rate, value, gate)
+    channel = RWKV7ChannelConfig(4 * hidden_size if intermediate_size is None else intermediate_size)
+    return replace(_rwkv(vocab_size, hidden_size, num_layers, mixer, channel), rescale_every=0)
 
 
 def _channel_size(hidden_size: int) -> int:

@@ -20,6 +20,7 @@ from ..layers.chains import Choice, Operation, recorded
 from ..layers.keywords import checked_keywords
 from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
+from ..layers.values import example
 from .backbone import UPDATE_LAYER, Backbone, Layer, LayerUpdate
 from .causal_lm import CausalLM
 
@@ -164,13 +165,14 @@ def _run(model: nn.Module, inner: Backbone | Layer | Mixer, like: Tensor, T: int
             inner(ids) if model is inner else model(ids, labels=ids)
         return
     x = like.new_ones(*shape, inner.mixer.hidden_size if isinstance(inner, Layer) else inner.hidden_size)
+    values = example(like, shape, inner.takes)
     if mode == "training":
         x.requires_grad_()
-        inner(x, None, Sequences(x))
+        inner(x, None, Sequences(x), values)
         return
     sequences = Sequences(x, ends, slots, in_place=True)
     pool: Any = inner.initial_state(len(slots), like, T)
     if isinstance(inner, Layer):
-        UPDATE_LAYER(LayerUpdate(inner, x, None, pool, sequences))
+        UPDATE_LAYER(LayerUpdate(inner, x, None, pool, sequences, values or {}))
     else:
-        inner.advance(x, pool, cu_seqlens=ends, slots=slots)
+        inner.advance(x, pool, cu_seqlens=ends, slots=slots, values=values)

@@ -14,6 +14,7 @@ from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
 from ..layers.sequences import adopt, drawn
 from ..layers.triton import absent
+from ..layers.values import Values, passed
 
 
 class MixerUpdate(NamedTuple):
@@ -28,6 +29,8 @@ class MixerUpdate(NamedTuple):
     sequences: Sequences
     in_float32: bool
     """Whether the residual stream is float32."""
+    values: Values
+    """Of earlier mixers; those that this one yields are added."""
 
 
 def _refuses_mixer(c: MixerUpdate) -> str | None:
@@ -45,7 +48,7 @@ def _mixer(c: MixerUpdate) -> tuple[Tensor, Tensor] | None:
 def _mixer_as_module(c: MixerUpdate) -> tuple[Tensor, Tensor]:
     assert c.before is not None
     x, normed = add_norm(c.x, c.y, c.before, in_float32=c.in_float32, halvings=c.sequences.halvings)
-    y, after = c.module(normed, c.state, c.sequences)
+    y, after = passed(c.module, Mixer, c.values, normed, c.state, c.sequences)
     adopt(c.state, after)
     return x, y
 
@@ -59,7 +62,7 @@ def _draw_mixer(draw: Draw, channel: bool = False) -> MixerUpdate:
     mixer, norm = draw.module("mixer", config.build(SIZE), 0.2), draw.module("norm", nn.LayerNorm(SIZE))
     x, y = draw("x", 3, 1, SIZE), draw("y", 3, 1, SIZE)
     state = drawn_state(draw, mixer.initial_state(5, x))
-    return MixerUpdate(mixer, norm, x, y, state, drawn(draw, x, slots=[4, 0, 2], in_place=True), False)
+    return MixerUpdate(mixer, norm, x, y, state, drawn(draw, x, slots=[4, 0, 2], in_place=True), False, {})
 
 
 def drawn_state(draw: Draw, state: Any) -> Any:

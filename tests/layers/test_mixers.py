@@ -9,6 +9,7 @@ import torch
 from architectures import MIXERS as CONFIGS
 from architectures import flat, randomised
 from formulas import error, literal_outputs
+from passing import alone
 from torch import Tensor
 
 from penstock import InvalidArgument, RangeError
@@ -35,7 +36,7 @@ def mixer_of(name: str, dtype: torch.dtype = torch.float64) -> Mixer:
     torch.manual_seed(0)
     mixer = CONFIGS[name].build(C, 1, 3)
     randomised(mixer)
-    return mixer.to(dtype)
+    return alone(mixer.to(dtype))
 
 
 def inputs(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from formulas import error
-from public_models import Draw, Weights, read_all, rewritten, rwkv5, rwkv6, tokens, write_pth
+from public_models import Draw, Weights, read_all, rewritten, rwkv5, rwkv6, rwkv7, tokens, write_pth
 from public_models.published import PUBLISHED
 from torch import Tensor
 
@@ -26,8 +27,8 @@ SIZES = {"C": 24, "F": 40, "layers": 2}
 MAPS = [f"blocks.{i}.{one}" for i in range(2) for one in ("att.key", "att.output", "ffn.key", "ffn.value")]
 
 
-def states(w: Weights) -> Weights:
-    return {name: x for name, x in rwkv6.with_time_state(w).items() if name.endswith("time_state")}
+def states(w: Weights, version: Any = rwkv6) -> Weights:
+    return {name: x for name, x in version.with_time_state(w).items() if name.endswith("time_state")}
 
 
 # Each kind: the tensors for a map NAME with W [out,in], and the weight [out,in] that they make, one element at a time.
@@ -288,14 +289,15 @@ def test_adapters_that_are_not_understood_are_named(tmp_path: Path) -> None:
         load(write_pth(merged, tmp_path))
 
 
+@pytest.mark.parametrize("version", [rwkv6, rwkv7])
 @torch.no_grad()
-def test_a_tuned_state_equals_the_merged_file(tmp_path: Path) -> None:
-    tuned = states(rwkv6.draw())
+def test_a_tuned_state_equals_the_merged_file(version: Any, tmp_path: Path) -> None:
+    tuned = states(version.draw(), version)
     file = beside(tuned, tmp_path, "state.pth")
     for dtype in (torch.float32, torch.bfloat16):
-        w = {name: x.to(dtype) for name, x in rwkv6.draw().items()}
+        w = {name: x.to(dtype) for name, x in version.draw().items()}
         merged = load(beside(w | tuned, tmp_path, f"{dtype}.pth"))
-        for base in (w, rwkv6.with_time_state(w, seed=9)):  # a state takes the place of another one
+        for base in (w, version.with_time_state(w, seed=9)):  # a state takes the place of another one
             model = load(write_pth(base, tmp_path), state=file)
             assert model.config == merged.config
             assert all(torch.equal(x, merged.state_dict()[name]) for name, x in model.state_dict().items())
@@ -322,7 +324,7 @@ def test_states_that_do_not_belong_to_the_model_are_named(tmp_path: Path) -> Non
     file = beside(tuned, tmp_path, "state.pth")
     with pytest.raises(RangeError, match=r"got '.*state.pth' with tuned initial states alone. Pass the base model as path"):
         load(file)
-    with pytest.raises(RangeError, match=r"state must be None for a base model of rwkv5, got .*RWKV-6 has tuned states"):
+    with pytest.raises(RangeError, match=r"state must be None for a base model of rwkv5, got .*RWKV-6 and RWKV-7 have tuned states"):
         load(write_pth(rwkv5.draw(), tmp_path), state=file)
     with pytest.raises(InvalidArgument, match="state must be a str or a Path, got 3"):
         load(path, state=3)  # type: ignore[arg-type]

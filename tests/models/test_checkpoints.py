@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from formulas import error
-from public_models import gla, rwkv6, tokens, write_bin, write_pth, write_safetensors
+from public_models import gla, rwkv6, rwkv7, tokens, write_bin, write_pth, write_safetensors
 from public_models.published import PUBLISHED, Published
 
 from penstock.errors import MissingExtra
@@ -54,6 +54,16 @@ def test_saved_again_has_equal_bits(published: Published, tmp_path: Path) -> Non
         ours, theirs = model.state_dict(), again.state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(x, theirs[name]) and x.dtype == theirs[name].dtype for name, x in ours.items()), format
+
+
+@torch.no_grad()
+def test_rwkv7_of_one_layer(tmp_path: Path) -> None:
+    """Its file does not tell the rank of layer 0's values, which nothing takes."""
+    w = rwkv7.draw(1)
+    model = load(write_pth(w, tmp_path))
+    assert error(model(IDS[None]).logits[0], rwkv7.logits(w, IDS)) < 1e-5
+    save(model, tmp_path / "again.pth", "blinkdl")
+    assert load(tmp_path / "again.pth").config == model.config
 
 
 def test_tuned_states_have_gradients(tmp_path: Path) -> None:

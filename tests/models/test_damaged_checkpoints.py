@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
+from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
 
 from penstock import DtypeError, InvalidArgument, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM, load, save
@@ -129,7 +129,14 @@ def test_files_of_old_versions_of_torch(tmp_path: Path) -> None:
 OTHERS: dict[str, tuple[Weights, str]] = {
     "x060a": (rwkv6.draw() | {"blocks.0.att.gate_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060 .*gate_w1"),
     "x060b": (rwkv6.draw() | {"blocks.0.att.time_maa_rkvw_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060"),
-    "rwkv7": (without(rwkv5.draw(), "blocks.0.att.time_mix_k") | {"blocks.0.att.r_k": torch.zeros(3, 8)}, "got RWKV-7"),
+    "rwkv7a": (
+        rwkv7.draw() | {"blocks.0.ffn.s_emb.weight": torch.zeros(13, 1024)},
+        r"got RWKV-7 of .*rwkv7a, with DeepEmbed",
+    ),
+    "rwkv7b": (
+        rwkv7.draw() | {"blocks.0.ffn.s_emb.weight": torch.zeros(13, 1024), "blocks.0.qkv.qq.weight": torch.zeros(256, 16)},
+        r"got RWKV-7 of another variant than x070 \(rwkv7b, with attention\)",
+    ),
     "rwkv4": ({name: x for name, x in rwkv5.draw().items() if "ln_x" not in name}, "got RWKV-4 or older"),
     "no layers": ({"weight": torch.zeros(2)}, "path must be a checkpoint of a known format, got .* with weight. Known are"),
     "integers": (rwkv6.draw() | {"emb.weight": torch.zeros(13, 24, dtype=torch.int8)}, "emb.weight must be a tensor of floating point"),
@@ -148,7 +155,7 @@ def test_other_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (gla.config(model_type="hgrn2"), "model_type in config.json must be gla, retnet or rwkv6, got 'hgrn2'"),
+        (gla.config(model_type="hgrn2"), "model_type in config.json must be gla, retnet, rwkv6 or rwkv7, got 'hgrn2'"),
         (gla.config(attn={"layers": [2], "num_heads": 2}), "attn in config.json must be null or objects of layers, num_heads, .* below 2"),
         (gla.config(attn={"layers": [1], "heads": 2}), "attn in config.json must be null or objects"),
         (gla.config(attn={"layers": [1], "num_heads": 5}), "must be"),
@@ -208,6 +215,7 @@ FOLDERS = {
     "hybrid": (gla.draw(gla.config(attn={"layers": [1], "num_heads": 4})), gla.config(attn={"layers": [1], "num_heads": 4})),
     "retnet": (retnet.draw(retnet.config()), retnet.config()),
     "fla rwkv6": (rwkv6.draw_fla(), rwkv6.fla_config(rwkv6.draw_fla())),
+    "fla rwkv7": (rwkv7.fla_names(rwkv7.draw()), rwkv7.fla_config(rwkv7.draw())),
     "hf rwkv6": (rwkv6.hf_names(rwkv6.draw()), rwkv6.hf_config(rwkv6.draw())),
     "mamba2": (mamba2.draw(mamba2.config()), mamba2.config()),
     "state-spaces": (mamba2.state_spaces_names(mamba2.draw(mamba2.config())), mamba2.state_spaces_config(mamba2.config())),

@@ -274,7 +274,7 @@ def test_wrong_counts_raise(model: CausalLM, ids: Tensor) -> None:
         model.generate(ids, count=10**30)
 
 
-@pytest.mark.parametrize("name", every(3, ["rwkv6", "mamba2", "retnet"]))
+@pytest.mark.parametrize("name", every(3, ["rwkv6", "rwkv7", "mamba2", "retnet"]))
 def test_compiled_calls_have_no_graph_breaks(name: str, ids: Tensor) -> None:
     """The checks are traced, except those of values."""
     torch._dynamo.reset()

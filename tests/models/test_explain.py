@@ -100,7 +100,7 @@ def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
         assert {type(model.layers[0]), type(model.layers[0].mixer)} <= named or type(model.layers[0].mixer).step is Mixer.step
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("rwkv")])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith(("rwkv5", "rwkv6"))])
 def test_forms_that_found_no_kernel_are_not_those_that_run(name, kernels_on_a_cpu):
     """A mixer's step runs if its chains have kernels: not on a CPU, and not with a hook on the norm."""
     found = {}

@@ -99,7 +99,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "small.pth.xz": (lambda path: path.write_bytes(lzma.compress(b"x" * 99)), f"compressed by xz. {UNPACK}"),
     "small.pth.zst": (beginning(b"\x28\xb5\x2f\xfd"), f"compressed by zstd. {UNPACK}"),
     "small.7z": (beginning(b"7z\xbc\xaf\x27\x1c"), f"a 7z archive. {UNPACK}"),
-    "small.gguf": (beginning(b"GGUF\x03\x00\x00\x00"), f"a GGUF file of llama.cpp. {ORIGINAL}"),
     "rwkv.cpp.bin": (beginning(b"fmgg\x65\x00\x00\x00"), f"a file of rwkv.cpp. {ORIGINAL}"),
     "model.onnx": (beginning(b"\x08\x07\x12\x07pytorch"), f"a program of ONNX. {ORIGINAL}"),
     "model.h5": (beginning(b"\x89HDF\r\n\x1a\n"), f"an HDF5 file, as of Keras. {ORIGINAL}"),
@@ -157,7 +156,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         "a folder with an adapter of PEFT. Pass the base model as path, and this folder as adapter",
     ),
     "files without an index": (shards, r"a folder with 3 of 3 files, and no pytorch_model\.bin\.index\.json\. Download all files"),
-    "GGUF": (lambda folder: (folder / "small.Q4_K.gguf").write_bytes(b"GGUF"), rf"a folder with small\.Q4_K\.gguf\. {ORIGINAL}"),
+    "GGUF": (lambda folder: (folder / "small.Q4_K.gguf").write_bytes(b"GGUF"), r"a folder with small\.Q4_K\.gguf\. Pass the file itself"),
     "ONNX": (lambda folder: (folder / "model.onnx").write_bytes(b""), rf"a folder with model\.onnx\. {ORIGINAL}"),
 }
 

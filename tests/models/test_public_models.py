@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from formulas import error
-from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, tokens
+from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, tokens
 from sampling import every
 from torch import Tensor
 
@@ -17,6 +19,16 @@ from penstock.models import mamba2 as mamba2_config
 from penstock.models import rwkv6 as rwkv6_config
 
 IDS = tokens(20, 13)
+OF_THE_RWKV_PACKAGE = """
+import os, sys
+os.environ |= {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "RWKV_V7_ON": "1"}
+import torch
+from rwkv.model import RWKV
+folder = sys.argv[1]
+with torch.no_grad():
+    logits = RWKV(model=f"{folder}/small", strategy="cpu fp32").forward(torch.load(f"{folder}/ids.pt").tolist(), None, full_output=True)[0]
+torch.save(logits, f"{folder}/logits.pt")
+"""
 
 
 def of_the_rwkv_package(w: Weights, folder: Path) -> Tensor:
@@ -39,6 +51,17 @@ def test_rwkv5_equals_the_rwkv_package(version: str, tmp_path: Path) -> None:
 def test_rwkv6_equals_the_rwkv_package(tuned: bool, tmp_path: Path) -> None:
     w = rwkv6.with_time_state(rwkv6.draw()) if tuned else rwkv6.draw()
     assert error(of_the_rwkv_package(w, tmp_path), rwkv6.logits(w, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rwkv7_equals_the_rwkv_package(first: bool, tmp_path: Path) -> None:
+    """In a process of its own: the package chooses the version as it is imported."""
+    pytest.importorskip("rwkv.model")
+    w = rwkv7.draw(first=first)
+    torch.save(w, tmp_path / "small.pth")
+    torch.save(IDS, tmp_path / "ids.pt")
+    subprocess.run([sys.executable, "-c", OF_THE_RWKV_PACKAGE, tmp_path], check=True, capture_output=True)
+    assert error(torch.load(tmp_path / "logits.pt"), rwkv7.logits(w, IDS)) < 1e-5
 
 
 def test_rwkv6_in_two_layouts() -> None:
@@ -83,6 +106,7 @@ def test_formulas_depend_on_every_weight() -> None:
     """A weight that a formula ignores would not be tested."""
     models = {
         "rwkv6": (rwkv6.with_time_state(rwkv6.draw()), rwkv6.logits),
+        "rwkv7": (rwkv7.with_time_state(rwkv7.draw()), rwkv7.logits),
         "rwkv6 in fla": (rwkv6.draw_fla(), lambda w, ids: rwkv6.fla_logits(w, ids, 1e-5, 1e-5)),
         "mamba2": (mamba2.draw(mamba2.config()), lambda w, ids: mamba2.logits(w, mamba2.config(), ids)),
     } | {f"rwkv{version}": (rwkv5.draw(version), rwkv5.logits) for version in rwkv5.VERSIONS}

@@ -8,7 +8,7 @@ from own_mixer import WindowMeanConfig
 from torch import Tensor, nn
 
 from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, MixerConfig, RetentionConfig, SoftmaxAttentionConfig
-from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
+from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
 from penstock.models.arguments import named_tensors
 
 SIZES = {"vocab_size": 13, "hidden_size": 24, "num_layers": 2}
@@ -21,6 +21,7 @@ def with_mixer(config: Config, mixer) -> Config:
 
 ARCHITECTURES: dict[str, Config] = {
     "rwkv6": rwkv6(**NARROW, head_size=8, mix_rank=5, decay_rank=6),
+    "rwkv7": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8),
     "rwkv5.0": rwkv5(**NARROW, head_size=8, version="5.0"),
     "rwkv5.1": rwkv5(**NARROW, head_size=8, version="5.1"),
     "rwkv5.2": rwkv5(**NARROW, head_size=8, version="5.2"),
@@ -58,6 +59,8 @@ for _name, _config in ARCHITECTURES.items():
     for _part, _one in (("mixer", _config.mixers[0]), ("last mixer", _config.mixers[-1]), ("channel", _config.channels[0])):
         if _one is not None and _one not in MIXERS.values():
             MIXERS[f"{_name} {_part}"] = _one
+SLICED = [_name for _name, _config in ARCHITECTURES.items() if all(one.slices for one in _config.mixers)]
+"""The models whose tokens may be on several ranks."""
 
 
 def randomised(module: nn.Module, seed: int = 1) -> None:

@@ -4,7 +4,8 @@ import math
 from functools import partial
 
 import torch
-from public_models import Weights, layer_norm, rms_norm, rwkv5, rwkv6, sigmoid, silu
+from passing import taken
+from public_models import Weights, layer_norm, rms_norm, rwkv5, rwkv6, rwkv7, sigmoid, silu
 from torch import Tensor
 
 from penstock.models import Config
@@ -15,6 +16,17 @@ def rwkv(x: Tensor, w: Weights, config, past: dict, formula) -> Tensor:
     K = w["receptance.weight"].shape[0] // H
     p, S = past.get("p", torch.zeros_like(x)), past.get("S", torch.zeros(H, K, config.head_size, dtype=x.dtype))
     y, past["S"] = formula.time_mix(x, p, S, w)
+    past["p"] = x
+    return y
+
+
+def rwkv7_mixer(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    """``past["values"]`` is shared by the layers of a model and belongs to one token."""
+    H, n = w["r_k"].shape
+    p, S = past.get("p", torch.zeros_like(x)), past.get("S", torch.zeros(H, n, n, dtype=x.dtype))
+    values = past["values"] if "values" in past else {"value": taken(x)}
+    y, past["S"], own = rwkv7.time_mix(x, p, S, w, values["value"] if "v0" in w else None, config.norm_eps)
+    values.setdefault("value", own)
     past["p"] = x
     return y
 
@@ -145,6 +157,8 @@ def mean_of_inputs(x: Tensor, w: Weights, config, past: dict) -> Tensor:
 MIXERS = {
     "rwkv6": partial(rwkv, formula=rwkv6),
     "rwkv5": partial(rwkv, formula=rwkv5),
+    "rwkv7": rwkv7_mixer,
+    "rwkv7_channel": partial(rwkv_channel, formula=rwkv7),
     "rwkv6_channel": partial(rwkv_channel, formula=rwkv6),
     "rwkv5_channel": partial(rwkv_channel, formula=rwkv5),
     "gla": heads_mixer,
@@ -181,14 +195,16 @@ def literal_logits(config: Config, w: Weights, ids: Tensor) -> Tensor:
     pasts: dict = {}
     logits = []
     for token in ids.tolist():
-        x = w["embeddings.weight"][token]
+        x, values = w["embeddings.weight"][token], {}
         if config.embedding_norm:
             x = norm(x, "embedding_norm")
         for i, (mixer, channel) in enumerate(zip(config.mixers, config.channels)):
             for part, one in (("mixer", mixer), ("channel", channel)):
                 if one is not None:
                     normed = norm(x, f"layers.{i}.{part}_norm")
-                    x = x + MIXERS[one.kind](normed, below(w, f"layers.{i}.{part}."), one, pasts.setdefault((i, part), {}))
+                    past = pasts.setdefault((i, part), {})
+                    past["values"] = values
+                    x = x + MIXERS[one.kind](normed, below(w, f"layers.{i}.{part}."), one, past)
         logits.append(w["head.weight"] @ norm(x, "norm"))
     return torch.stack(logits)
 

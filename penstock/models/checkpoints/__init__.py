@@ -16,14 +16,15 @@ from ..causal_lm import CausalLM, State
 from .archive import Archive
 from .beside import Beside, PathLike, factors, refuse_alone, tuned_state
 from .fla import FLA
+from .gguf import GGUF
 from .layout import Format, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
 from .writing import SHARD, write_file, write_folder, writing
 
-FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
-NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
+FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA, GGUF)
+NAMES = tuple(dict.fromkeys(one.name for one in FORMATS if one is not GGUF))
 """The names of formats in ``save``. "hf" depends on the architecture."""
 
 __all__ = ["FORMATS", "NAMES", "load", "load_adapter", "load_headless", "load_tuned_state", "recognised", "save"]
@@ -36,15 +37,15 @@ def load(
     """Load a model; the format and the sizes are read from the files.
 
     path : str or Path
-        A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub or of ``torch.distributed.checkpoint``.
-        Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2,
-        fla's GLA, RetNet and RWKV-6, and Penstock's own.
+        A file (.pth, .bin, .safetensors, .st, .gguf, or the index of several), or a folder as on a model hub or of
+        ``torch.distributed.checkpoint``. Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6, 7), the Hugging Face layouts of RWKV-5, RWKV-6
+        and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet, RWKV-6 and RWKV-7, llama.cpp's RWKV-6 and RWKV-7, and Penstock's own.
     dtype : torch.dtype, optional
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
         Default: the CPU, where weights stay mapped from the files, so that there is no second copy of them.
     state : str or Path, optional
-        A file of tuned initial states (``time_state``) for an RWKV-6, as RWKV-PEFT writes it.
+        A file of tuned initial states (``time_state``) for an RWKV-6 or RWKV-7, as RWKV-PEFT writes it.
     adapter : str or Path, optional
         An adapter for the model, which is merged into its weights: a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA), or a folder of PEFT
         (LoRA, MiSS).
@@ -199,7 +200,8 @@ def save(
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file.
     format : str
-        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet and RWKV-6.
+        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet,
+        RWKV-6 and RWKV-7.
     overwrite : bool
         Whether files of an earlier model may be replaced.
     shard_bytes : int

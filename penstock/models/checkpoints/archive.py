@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
-from . import distributed
+from . import distributed, gguf_file
 from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
 from .names import prefixes, unwrapped, weights_of
 from .places import models_inside, refuse_missing, refuse_stand_in
@@ -26,7 +26,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files of adapters in folders of PEFT."""
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
+SUFFIXES = (".safetensors", ".st", ".bin", ".pth", ".pt", ".ckpt")
 DAMAGED = "The file is damaged or of another model."
 LONGEST = 500
 """The characters allowed in the name of a tensor."""
@@ -34,7 +34,7 @@ FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with 
 
 
 class Archive:
-    """The tensors of a checkpoint and its config.json, an empty dict if there is none.
+    """The tensors of a checkpoint and its config.json, an empty dict if there is none; of a GGUF file its metadata.
 
     Tensors are memory-mapped, except those in parts of several ranks: bytes are read where they are used. Files are read by safetensors,
     or by torch with ``weights_only=True``: no code in a file is run. Names are those of the model, without the prefixes and wrappers of
@@ -64,7 +64,10 @@ class Archive:
         self.config = read_json(complaints, self.folder / "config.json") if stored else {}
         self.tensors: dict[str, Tensor] = {}
         for file in _files(complaints, path, argument):
-            tensors = _read(complaints, file, argument)
+            if argument == "path" and gguf_file.is_gguf(file):
+                tensors, self.config = gguf_file.read(file, argument)
+            else:
+                tensors = _read(complaints, file, argument)
             for name in tensors:
                 if not isinstance(name, str):
                     complaints.add(DtypeError, argument, "a checkpoint whose tensors have texts as names", described(name))

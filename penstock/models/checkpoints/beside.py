@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, RangeError
-from ...layers import RWKV6Config
+from ...layers import RWKV6Config, RWKV7Config
 from ..causal_lm import CausalLM, State
 from ..config import Config
 from .adapters import PART, Change, Changed, LowRank, changes, options_of
@@ -121,13 +121,15 @@ def _states(archive: Archive, config: Config) -> tuple[Config, Edits]:
     """The configuration with tuned initial states, and the states, which BlinkDL's layout has V x K."""
     complaints = Complaints("load")
     kinds = ", ".join(dict.fromkeys(one.kind for one in config.mixers))
-    if BLINKDL.refuses(config) or not isinstance(config.mixer, RWKV6Config):
-        complaints.add(RangeError, "state", f"None for a base model of {kinds}", repr(str(archive.path)), "RWKV-6 has tuned states.")
+    if BLINKDL.refuses(config) or not isinstance(config.mixer, RWKV6Config | RWKV7Config):
+        complaints.add(
+            RangeError, "state", f"None for a base model of {kinds}", repr(str(archive.path)), "RWKV-6 and RWKV-7 have tuned states."
+        )
     if is_safetensors(archive.path):
         remedy = "Programs that write safetensors swap its axes or do not, and it does not tell."
         complaints.add(RangeError, "state", "a file of torch, as RWKV-PEFT writes it", repr(str(archive.path)), remedy)
     complaints.raise_any()
-    assert isinstance(config.mixer, RWKV6Config)
+    assert isinstance(config.mixer, RWKV6Config | RWKV7Config)
     config = replace(config, mixer=replace(config.mixer, tuned_state=True))
     rows = [row for row in BLINKDL.rows(config, None) if row.theirs[0].endswith(STATE)]
     tensors = _of_blocks(archive)

@@ -1,4 +1,4 @@
-"""flash-linear-attention's layout of GLA, RetNet and RWKV-6, the first two also with softmax attention in some layers."""
+"""flash-linear-attention's layout of GLA, RetNet, RWKV-6 and RWKV-7, the first two also with softmax attention in some layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, RangeError, described
-from ...layers import GLAConfig, MixerConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SoftmaxAttentionConfig, SwiGLUConfig
+from ...layers import (
+    GLAConfig,
+    MixerConfig,
+    RetentionConfig,
+    RWKV6ChannelConfig,
+    RWKV6Config,
+    RWKV7ChannelConfig,
+    RWKV7Config,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+)
 from ..config import RESCALE_EVERY, Config
+from . import rwkv7
 from .archive import Archive
 from .layout import Format, Row, common, divided, flag, flat, needed, norms, number, same, tied, transposed
 
@@ -31,11 +42,14 @@ def rows(config: Config, archive: Archive | None = None) -> list[Row]:
     found = common(config, "model.norm", "lm_head.weight", "model.embeddings.weight", "model.layers.0.pre_norm")
     for n, mixer in enumerate(config.mixers):
         ours, theirs = f"layers.{n}.", f"model.layers.{n}."
-        rwkv = isinstance(mixer, RWKV6Config)
+        rwkv = isinstance(mixer, RWKV6Config | RWKV7Config)
         found += norms(config, f"{ours}mixer_norm", f"{theirs}attn_norm")
         found += norms(config, f"{ours}channel_norm", f"{theirs}{'ffn' if rwkv else 'mlp'}_norm")
         if isinstance(mixer, RWKV6Config):
             found += _rwkv6_rows(f"{ours}mixer.", f"{theirs}attn.") + _rwkv6_channel_rows(f"{ours}channel.", f"{theirs}ffn.")
+            continue
+        if isinstance(mixer, RWKV7Config):
+            found += rwkv7.fla_rows(n, archive, ours, theirs)
             continue
         found += _swiglu_rows(archive, f"{ours}channel.", f"{theirs}mlp.")
         if isinstance(mixer, SoftmaxAttentionConfig):
@@ -121,20 +135,23 @@ def config_of(archive: Archive) -> Config:
     stored, complaints = archive.config, Complaints("load")
     needed(archive, "fla's models")
     kind = stored.get("model_type")
-    if kind not in ("gla", "retnet", "rwkv6"):
-        complaints.add(RangeError, "model_type in config.json", "gla, retnet or rwkv6", repr(kind))
-    plain = (None,) if kind == "rwkv6" else (stored.get("attn"),)
+    rwkv = kind in ("rwkv6", "rwkv7")
+    if kind not in ("gla", "retnet", "rwkv6", "rwkv7"):
+        complaints.add(RangeError, "model_type in config.json", "gla, retnet, rwkv6 or rwkv7", repr(kind))
+    plain = (None,) if rwkv else (stored.get("attn"),)
     for name, wanted in {"attn": plain, "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
         if stored.get(name, wanted[0]) not in wanted:
             complaints.add(RangeError, f"{name} in config.json", " or ".join(map(repr, wanted)), repr(stored[name]))
     activation = stored.get("hidden_act")
-    if activation not in ((None, "sqrelu") if kind == "rwkv6" else (None, "swish", "silu")):
-        complaints.add(RangeError, "hidden_act in config.json", "sqrelu" if kind == "rwkv6" else "swish", repr(activation))
+    if activation not in ((None, "sqrelu") if rwkv else (None, "swish", "silu")):
+        complaints.add(RangeError, "hidden_act in config.json", "sqrelu" if rwkv else "swish", repr(activation))
     complaints.raise_any()
     vocab_size, hidden_size = archive.shape("model.embeddings.weight", "V C")
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": archive.depth("model.layers.")}
     sizes["tie_embeddings"] = tied(archive, flag(archive.config, "tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
-    return _rwkv6_config(archive, sizes) if kind == "rwkv6" else _heads_config(archive, sizes, kind == "gla")
+    if rwkv:
+        return (_rwkv6_config if kind == "rwkv6" else rwkv7.fla_config)(archive, sizes)
+    return _heads_config(archive, sizes, kind == "gla")
 
 
 def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
@@ -232,16 +249,18 @@ def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionC
 def refuses(config: Config) -> str | None:
     """Why this layout does not support a model, or None."""
     mixer, channel = _recurrent(config), config.channels[0]
-    kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig}
+    kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
-        return "it holds GLA and RetNet with gated feed-forward layers, and RWKV-6"
+        return "it holds GLA and RetNet with gated feed-forward layers, RWKV-6 and RWKV-7"
     attention = {one for one in config.mixers if type(one) is SoftmaxAttentionConfig}
     if any(one != mixer and one not in attention for one in config.mixers) or any(one != channel for one in config.channels):
         return "all its layers have the same sizes, except for those of softmax attention"
-    if attention and isinstance(mixer, RWKV6Config):
+    if attention and isinstance(mixer, RWKV6Config | RWKV7Config):
         return "its hybrids are of GLA and RetNet"
     if any(one.qk_norm or one.head_dim or one.rope_theta is None for one in attention) or len({one.max_length for one in attention}) > 1:
         return "its softmax attention has rotary embeddings, no norms, heads of hidden_size / num_heads and one max_length"
+    if isinstance(mixer, RWKV7Config):
+        return rwkv7.fla_refuses(config, mixer)
     if isinstance(mixer, RWKV6Config):
         if mixer.tuned_state:
             return "its sequences begin with states of zeros"
@@ -279,7 +298,7 @@ def _attention_specs(config: Config) -> dict[str, Any]:
 def stored(config: Config) -> dict[str, Any]:
     """config.json of fla."""
     mixer, channel = _recurrent(config), config.channels[0]
-    assert isinstance(channel, SwiGLUConfig | RWKV6ChannelConfig)
+    assert isinstance(channel, SwiGLUConfig | RWKV6ChannelConfig | RWKV7ChannelConfig)
     found = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -292,6 +311,8 @@ def stored(config: Config) -> dict[str, Any]:
     }
     if config.rescale_every != (RESCALE_EVERY if isinstance(mixer, RWKV6Config) else 0):
         found["rescale_every"] = config.rescale_every
+    if isinstance(mixer, RWKV7Config):
+        return found | rwkv7.fla_stored(config, mixer)
     if isinstance(mixer, RWKV6Config):
         V = mixer.head_size
         heads, K = mixer.num_heads or config.hidden_size // V, mixer.key_size or V
@@ -340,5 +361,5 @@ FLA = Format(
     rows=rows,
     refuses=refuses,
     stored=stored,
-    ignored=("lm_head.weight", ".rotary.inv_freq"),
+    ignored=("lm_head.weight", ".rotary.inv_freq", *rwkv7.FLA_UNUSED),
 )

@@ -95,7 +95,9 @@ def kind_of_folder(path: Path) -> Found | None:
     if parts := [match for match in map(SHARD.fullmatch, names) if match]:
         one = parts[0]
         return f"a folder with {len(parts)} of {int(one[3])} files, and no {one[1]}{one[4]}.index.json", "Download all files."
-    others = [name for name in names if Path(name).suffix in (".gguf", ".ggml", ".onnx", ".msgpack", ".h5")]
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f"a folder with {ggufs[0]}", "Pass the file itself."
+    others = [name for name in names if Path(name).suffix in (".ggml", ".onnx", ".msgpack", ".h5")]
     return (f"a folder with {others[0]}", ORIGINAL) if others else None
 
 

@@ -1,4 +1,4 @@
-"""RWKV-5 and RWKV-6: BlinkDL's files, and the folders of the Hugging Face remote code, which rename the same tensors.
+"""RWKV-5, RWKV-6 and RWKV-7: BlinkDL's files, and the folders of the Hugging Face remote code, which rename the same tensors.
 
 Sizes are read from shapes: those of config.json are wrong in published folders. Parameters of our mixers have BlinkDL's names.
 """
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, RangeError
-from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config
+from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config, RWKV7ChannelConfig, RWKV7Config
 from ..config import RESCALE_EVERY, Config
+from . import rwkv7
 from .archive import Archive
 from .layout import Format, Row, common, divided, flat, norms, number, renamed, same
 
@@ -30,13 +31,15 @@ RWKV6_MIXER = (
 CHANNEL = ("key.weight", "receptance.weight", "value.weight")
 RWKV5_CHANNEL = (*CHANNEL, "time_mix_k", "time_mix_r")
 RWKV6_CHANNEL = (*CHANNEL, "time_maa_k", "time_maa_r")
+KINDS = {RWKV5Config: RWKV5ChannelConfig, RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
+"""The channel mixer of each time mix."""
 BLOCK = re.compile(r"blocks\.\d+\.(att|ffn|ln1|ln2)\.")
 LONG = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 """Endings of ``time_mix_`` in the remote code."""
 VARIANT = "RWKV-6 of another variant than x060 (x060a, x060b or later)"
 OTHERS = {
-    "att.r_k": "RWKV-7",
-    "att.x_r": "RWKV-7",
+    "qkv.qq.weight": "RWKV-7 of another variant than x070 (rwkv7b, with attention)",
+    "ffn.s_emb.weight": "RWKV-7 of another variant than x070 (rwkv7a, with DeepEmbed)",
     "att.gate_w1": VARIANT,
     "att.time_maa_rkvw_w1": VARIANT,
     "att.time_maa_rkvw": VARIANT,
@@ -52,6 +55,9 @@ def blinkdl_rows(config: Config, archive: Archive | None = None, name: Callable[
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}.", f"blocks.{n}."
         rows += norms(config, f"{ours}mixer_norm", f"{theirs}ln1") + norms(config, f"{ours}channel_norm", f"{theirs}ln2")
+        if isinstance(mixer, RWKV7Config):
+            rows += rwkv7.blinkdl_rows(mixer, n, archive, name)
+            continue
         if isinstance(mixer, RWKV5Config):
             names, channel = (*MIXER, *RWKV5_MIXER, *(RWKV5_GATE if mixer.version != "5.0" else ())), RWKV5_CHANNEL
         else:
@@ -94,14 +100,17 @@ def config_of(archive: Archive, name: Callable[[str], str] = str) -> Config:
     _check_supported(archive, name)
     vocab_size, hidden_size = archive.shape(name("emb.weight"), "V C")
     width, _ = archive.shape(name("blocks.{}.ffn.key.weight"), "F C")
-    mixer: RWKV5Config | RWKV6Config
-    if archive.has(name(f"{mixing}time_maa_x")):
+    mixer: RWKV5Config | RWKV6Config | RWKV7Config
+    channel: RWKV5ChannelConfig | RWKV6ChannelConfig | RWKV7ChannelConfig
+    if archive.has(name(f"{mixing}r_k")):
+        mixer, channel = rwkv7.blinkdl_mixers(archive, name)
+    elif archive.has(name(f"{mixing}time_maa_x")):
         heads, size = archive.shape(name(f"{mixing}time_faaaa"), "H n")
         _, rank, _ = archive.shape(name(f"{mixing}time_maa_w2"), "5 M C")
         _, decay_rank = archive.shape(name(f"{mixing}time_decay_w1"), "C D")
         count, tuned = _count(heads, size, hidden_size), archive.has(name(f"{mixing}time_state"))
         mixer = RWKV6Config(size, num_heads=count, mix_rank=rank, decay_rank=decay_rank, tuned_state=tuned)
-        channel: RWKV5ChannelConfig | RWKV6ChannelConfig = RWKV6ChannelConfig(width)
+        channel = RWKV6ChannelConfig(width)
     else:
         inner, _ = archive.shape(name(f"{mixing}key.weight"), "A C")
         heads, *rest = archive.shape(name(f"{mixing}time_decay"), "H ...")
@@ -111,7 +120,8 @@ def config_of(archive: Archive, name: Callable[[str], str] = str) -> Config:
         mixer = RWKV5Config(size, num_heads=_count(heads, size, hidden_size), version=version)
         channel = RWKV5ChannelConfig(width)
     eps = number(archive.config, "layer_norm_epsilon", 1e-5, 0.0)
-    rescale_every = max(number(archive.config, "rescale_every", RESCALE_EVERY, -(2**63)), 0)
+    usual = 0 if isinstance(mixer, RWKV7Config) else RESCALE_EVERY
+    rescale_every = max(number(archive.config, "rescale_every", usual, -(2**63)), 0)
     layers = archive.depth(name("blocks.{}").removesuffix("{}"))
     return Config(
         vocab_size, hidden_size, layers, mixer, channel, norm="layer_norm", norm_eps=eps, embedding_norm=True, rescale_every=rescale_every
@@ -124,8 +134,9 @@ def _count(heads: int, size: int, hidden_size: int) -> int | None:
 
 def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
     complaints = Complaints("load")
-    remedy = "Supported are RWKV-5.0, 5.1 and 5.2 and RWKV-6 (x060)."
+    remedy = "Supported are RWKV-5.0, 5.1 and 5.2, RWKV-6 (x060) and RWKV-7 (x070)."
     found = {model: tensor for tensor, model in OTHERS.items() if archive.has(name(f"blocks.{{}}.{tensor}"))}
+    found = dict(list(found.items())[:1])  # rwkv7b has the tensors of rwkv7a, too
     if not found and not archive.has(name("blocks.{}.att.ln_x.weight")):
         found = {"RWKV-4 or older": "no att.ln_x.weight"}
     for model, tensor in found.items():
@@ -135,11 +146,10 @@ def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
 
 def refuses(config: Config) -> str | None:
     """Why these formats do not support a model, or None."""
-    kinds = {RWKV5Config: RWKV5ChannelConfig, RWKV6Config: RWKV6ChannelConfig}
     mixer = config.mixers[0]
-    if type(mixer) not in kinds or {type(one) for one in config.channels} != {kinds[type(mixer)]}:
+    if type(mixer) not in KINDS or {type(one) for one in config.channels} != {KINDS[type(mixer)]}:
         return "it holds RWKV models only"
-    assert isinstance(mixer, RWKV5Config | RWKV6Config)
+    assert isinstance(mixer, RWKV5Config | RWKV6Config | RWKV7Config)
     if any(one != mixer for one in config.mixers) or any(one != config.channels[0] for one in config.channels):
         return "all its layers have the same sizes"
     if isinstance(mixer, RWKV6Config) and mixer.key_size not in (None, mixer.head_size):
@@ -156,6 +166,8 @@ def hf_refuses(config: Config) -> str | None:
     mixer = config.mixers[0]
     if isinstance(mixer, RWKV5Config) and mixer.version != "5.2":
         return f"it holds RWKV-5.2 and RWKV-6, and this model is RWKV-{mixer.version}"
+    if isinstance(mixer, RWKV7Config):
+        return "it holds RWKV-5.2 and RWKV-6, and this model is RWKV-7, whose folders have fla's layout"
     return refuses(config)
 
 
@@ -199,6 +211,7 @@ BLINKDL = Format(
     rows=blinkdl_rows,
     refuses=refuses,
     stored=None,
+    ignored=rwkv7.UNUSED,
 )
 HF_RWKV = Format(
     name="hf",
@@ -208,4 +221,5 @@ HF_RWKV = Format(
     rows=lambda config, archive: blinkdl_rows(config, archive, hf_name),
     refuses=hf_refuses,
     stored=stored,
+    ignored=rwkv7.UNUSED,
 )

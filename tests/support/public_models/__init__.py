@@ -78,7 +78,7 @@ def files_of(path: Path) -> list[Path]:
 def read_file(file: Path) -> Weights:
     from safetensors.torch import load_file
 
-    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    return load_file(file) if file.suffix in (".safetensors", ".st") else torch.load(file, weights_only=True)
 
 
 def read_all(path: Path) -> Weights:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
+from . import gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
 
 ATTENTION = [
     {"layers": [1], "num_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "window_size": 7, "rope_theta": 100.0},
@@ -46,6 +46,23 @@ def _published() -> dict[str, Published]:
     w = rwkv6.draw_fla()
     write = partial(write_safetensors, w, rwkv6.fla_config(w, 1e-3))
     found["fla rwkv6"] = Published(write, partial(rwkv6.fla_logits, w, norm_eps=1e-3, group_norm_eps=1e-3), ("fla",))
+
+    w, formats = rwkv7.draw(), ("blinkdl",)
+    found["blinkdl rwkv7"] = Published(partial(write_pth, w), partial(rwkv7.logits, w), formats)
+    first, tuned, wide = rwkv7.draw(first=True), rwkv7.with_time_state(w), rwkv7.draw(3, 64, 1)
+    found["blinkdl rwkv7 with unused weights"] = Published(partial(write_pth, first), partial(rwkv7.logits, first), formats)
+    found["blinkdl rwkv7 with states"] = Published(partial(write_pth, tuned), partial(rwkv7.logits, tuned), formats)
+    found["blinkdl rwkv7 wide"] = Published(partial(write_pth, wide), partial(rwkv7.logits, wide), ("blinkdl", "fla"))
+    for name, one in {"": w, " with states": tuned}.items():
+        found[f"web-rwkv rwkv7{name}"] = Published(partial(rwkv7.write_st, rwkv7.web_rwkv(one)), partial(rwkv7.logits, one), formats)
+    write = partial(write_safetensors, rwkv7.hf_names(first), rwkv7.hf_config(first), shards=2)
+    found["hf rwkv7"] = Published(write, partial(rwkv7.logits, first), formats)
+    for name, fused, eps in (("rwkv7", False, 8e-5), ("early rwkv7", True, 1e-3)):
+        true = partial(rwkv7.logits, w, norm_eps=eps, group_norm_eps=8 * eps)
+        write = partial(write_safetensors, rwkv7.fla_names(w, fused), rwkv7.fla_config(w, eps))
+        found[f"fla {name}"] = Published(write, true, ("fla",))
+    write = partial(write_bin, rwkv7.fla_names(wide), rwkv7.fla_config(wide))
+    found["fla rwkv7 wide"] = Published(write, partial(rwkv7.logits, wide), ("blinkdl", "fla"))
 
     for name, changes in {
         "gla": {},

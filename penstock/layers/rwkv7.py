@@ -1,0 +1,243 @@
+"""The time mix and the channel mix of an RWKV-7 ("Goose", x070) block, with the parameter names of its published checkpoints.
+
+>>> first, second = (RWKV7Config(head_size=8).build(hidden_size=16, layer=n, num_layers=2) for n in range(2))
+>>> x = torch.randn(1, 6, 16)
+>>> y, state, values = first(x)
+>>> values["value"].shape
+torch.Size([1, 6, 16])
+>>> y, state = second(x, values=values)
+
+Source: Peng et al. 2025, arXiv 2503.14456, section 4 and appendix (initialisation); the constants are from the authors' training code,
+github.com/BlinkDL/RWKV-LM, ``RWKV-v7/train_temp/src/model.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import Complaints
+from ..tokens.dtypes import state_dtype
+from .activations import Pointwise, sigmoid, tanh
+from .decode import shifted_norm
+from .fused import activated, norm_of_heads
+from .halving import halved, last_map
+from .linear import linear, linears
+from .mixer import Mixer, MixerConfig
+from .rwkv import ShiftState, TunedMixer, check_head_size, head_count, matrix, orthogonal, ramp
+from .sequences import Sequences
+from .token_shift import token_shift
+from .values import Values
+
+VALUE = "value"
+"""The name of the values of layer 0."""
+
+
+@dataclass(frozen=True)
+class RWKV7Config(MixerConfig):
+    """The sizes of an RWKV-7 time mix. In a model, layer 0 has one, whose values the others take."""
+
+    kind = "rwkv7"
+    slices = False
+    head_size: int = 64
+    """K = V, channels of a head."""
+    num_heads: int | None = None
+    """H. Default: hidden_size / head_size."""
+    decay_rank: int = 64
+    """The rank of the decay."""
+    rate_rank: int = 64
+    """The rank of the in-context learning rate."""
+    value_rank: int = 32
+    """The rank of the weight of layer 0's values."""
+    gate_rank: int = 128
+    """The rank of the output gate."""
+    norm_eps: float = 64e-5
+    """The epsilon of ``ln_x``, for every head size."""
+    tuned_state: bool = False
+    """Whether sequences begin with a trained state, ``time_state`` [H,K,V], in place of zeros."""
+
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check that it is a multiple of the size of heads, unless their number is given."""
+        check_head_size(complaints, self, hidden_size)
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV7TimeMix:
+        """A new time mix."""
+        return RWKV7TimeMix(self, hidden_size, layer, num_layers)
+
+
+@dataclass(frozen=True)
+class RWKV7ChannelConfig(MixerConfig):
+    """The sizes of an RWKV-7 channel mix."""
+
+    kind = "rwkv7_channel"
+    intermediate_size: int
+    """F. In published models 4 * hidden_size."""
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV7ChannelMix:
+        """A new channel mix."""
+        return RWKV7ChannelMix(self, hidden_size, layer, num_layers)
+
+
+class RWKV7State(NamedTuple):
+    """The state of a time mix."""
+
+    shift: Tensor
+    """[N,C], the last input."""
+    wkv: Tensor
+    """[N,H,K,V], the state of the recurrence, float32 (float64 for float64 models)."""
+
+
+class RWKV7TimeMix(TunedMixer):
+    r"""Time mixing by the RWKV-7 recurrence.
+
+    p is the input of the previous token, :math:`x_i = x + (p - x) \cdot x\_i` for i in r, w, k, v, a, g, and all products of vectors are
+    element-wise:
+
+    .. math::
+        r, k, v = W_r x_r, W_k x_k, W_v x_v, \qquad w = w_0 + \tanh(x_w w_1) w_2, \qquad l = \sigma(a_0 + x_a a_1 a_2)
+
+        g = \sigma(x_g g_1) g_2, \qquad \kappa = normalised_H(k \cdot k\_k), \qquad \tilde{k} = k (1 + (l - 1) k\_a)
+
+        \tilde{v} = v + (v_{layer\,0} - v) \cdot \sigma(v_0 + x_v v_1 v_2)
+
+        o = GroupNorm_H(rwkv7(r, w, \tilde{k}, \tilde{v}, -\kappa, \kappa l))
+
+        y = W_o ((o + \langle r, \tilde{k} r\_k \rangle_H \tilde{v}) g)
+
+    w is the raw decay: the log decay is :math:`-e^{-1/2} \sigma(w)`. Layer 0 has no :math:`v_0, v_1, v_2`, and yields its v. Sums, gates
+    and norms are computed in float32 for float16 and bfloat16 models, and rounded once.
+    """
+
+    halves_output = True
+
+    def __init__(self, config: RWKV7Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
+        super().__init__(hidden_size)
+        config.require_hidden_size(hidden_size)
+        self.config = config
+        C, H, n = hidden_size, head_count(config, hidden_size), config.head_size
+        A = H * n
+        self.takes, self.yields = ({VALUE: A}, {}) if layer else ({}, {VALUE: A})
+        deep = layer / max(num_layers - 1, 1)  # 0 in the first block, 1 in the last
+        shallow = 1 - layer / num_layers  # 1 in the first block, nearly 0 in the last
+        self.x_r = nn.Parameter(1 - ramp(C, 0.2 * shallow))
+        self.x_w = nn.Parameter(1 - ramp(C, 0.9 * shallow))
+        self.x_k = nn.Parameter(1 - ramp(C, 0.7 * shallow))
+        self.x_v = nn.Parameter(1 - ramp(C, 0.7 * shallow))
+        self.x_a = nn.Parameter(1 - ramp(C, 0.9 * shallow))
+        self.x_g = nn.Parameter(1 - ramp(C, 0.2 * shallow))
+
+        line = ramp(A, 1, last=1) - 0.5
+        zigzag = 2 * (torch.arange(A) % n).view(1, 1, A) / max(n - 1, 1) - 1
+        zigzag = zigzag * zigzag.abs()
+        self.w0 = nn.Parameter(-5.5 + 6 * ramp(A, 1 + deep**0.3, last=1) + 2.5 * zigzag)
+        self.w1, self.w2 = low_rank(C, config.decay_rank, A)
+        self.a0 = nn.Parameter(-0.19 + 0.3 * zigzag + 0.4 * line)
+        self.a1, self.a2 = low_rank(C, config.rate_rank, A)
+        if layer:
+            self.v0 = nn.Parameter(0.73 - 0.4 * line)
+            self.v1, self.v2 = low_rank(C, config.value_rank, A)
+        self.g1, self.g2 = low_rank(C, config.gate_rank, A)
+        self.k_k = nn.Parameter(0.71 - 0.1 * line)
+        self.k_a = nn.Parameter(torch.full((1, 1, A), 1.02))
+        self.r_k = nn.Parameter(torch.full((H, n), -0.04))
+
+        self.receptance = matrix(C, A, gain=1)
+        self.key = matrix(C, A, gain=0.1)
+        self.value = matrix(C, A, gain=1)
+        self.output = matrix(A, C, gain=0)
+        self.ln_x = nn.GroupNorm(H, A, eps=config.norm_eps)
+        nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
+        if config.tuned_state:
+            self.time_state = nn.Parameter(torch.zeros(H, n, n))
+
+    def _blank_state(self, count: int, like: Tensor) -> RWKV7State:
+        H, n = self.r_k.shape
+        return RWKV7State(like.new_zeros(count, self.x_r.shape[-1]), like.new_zeros(count, H, n, n, dtype=state_dtype(like.dtype)))
+
+    def mix(self, x: Tensor, state: RWKV7State, sequences: Sequences, values: Values | None = None) -> tuple[Any, ...]:
+        """Y, the new state and, of layer 0, v."""
+        last, shift = sequences.shifted(x, state.shift)
+        *mixed, x = token_shift(x, last, sequences, self.x_r, self.x_k, self.x_v, kept=True)
+        x_w, x_a, x_g = token_shift(x, last, sequences, self.x_w, self.x_a, self.x_g)
+        maps = self.receptance, self.key, self.value
+        r, k, v = linears(mixed, maps) or [one(each) for one, each in zip(maps, mixed)]
+        yielded = {name: v for name in self.yields}
+        if values is not None:
+            weight = sigmoid(self._low_rank(mixed[2], self.v1, self.v2, self.v0))
+            v = torch.lerp(v.to(weight.dtype), values[VALUE].to(weight.dtype), weight).to(r.dtype)
+        raw = self._low_rank(x_w, self.w1, self.w2, self.w0, tanh)
+        rate = sigmoid(self._low_rank(x_a, self.a1, self.a2, self.a0))
+        gate = self._low_rank(x_g, self.g1, self.g2, None, sigmoid)
+        y, wkv = self._recurred(r, raw, k, v, rate, gate, state.wkv, sequences)
+        after = RWKV7State(shift, wkv)
+        return (y, after, yielded) if yielded else (y, after)
+
+    def _low_rank(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: Pointwise | None = None) -> Tensor:
+        """A low-rank map and its bias, which are added in float32 (float64 for float64 x)."""
+        hidden = linear(x, down.T)
+        y = linear(hidden if activation is None else activation(hidden), up.T)
+        y = y.to(state_dtype(y.dtype))
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _recurred(
+        self, r: Tensor, raw: Tensor, k: Tensor, v: Tensor, rate: Tensor, gate: Tensor, wkv: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Y and the new state of the recurrence. ``raw``, ``rate`` and ``gate`` are wide."""
+        (H, n), narrow, wide = self.r_k.shape, r.dtype, rate.dtype
+        keys = k.to(wide)
+        removed = F.normalize((keys * self.k_k.to(wide)).unflatten(-1, (H, n)), dim=-1)
+        k = (keys * (1 + (rate - 1) * self.k_a.to(wide))).to(narrow)
+        r, raw, k, v, rate = (one.unflatten(-1, (H, n)) for one in (r, raw, k, v, rate))
+        output, wkv = sequences.recur_rwkv7(r, raw, k, v, -removed.to(narrow), (removed * rate).to(narrow), state=wkv)
+        bonus = (r.to(wide) * k.to(wide) * self.r_k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
+        y = (norm_of_heads(output, self.ln_x, grouped=True) + bonus.flatten(-2)) * gate
+        return last_map(self.output, sequences)(y.to(narrow)), wkv
+
+
+class RWKV7ChannelMix(Mixer):
+    r"""Channel mixing of RWKV-7; its only state is the previous input p.
+
+    .. math:: y = W_v \, relu(W_k (x + (p - x) \cdot x\_k))^2
+    """
+
+    halves_output = True
+
+    def __init__(self, config: RWKV7ChannelConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
+        super().__init__(hidden_size)
+        self.config = config
+        self.x_k = nn.Parameter(1 - ramp(hidden_size, (1 - layer / num_layers) ** 4))
+        self.key = matrix(hidden_size, config.intermediate_size, gain=1)
+        self.value = matrix(config.intermediate_size, hidden_size, gain=0)
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> ShiftState:
+        """Zeros."""
+        return ShiftState(like.new_zeros(count, self.hidden_size))
+
+    def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
+        """Y and the new state."""
+        last, shift = sequences.shifted(x, state.shift)
+        (mixed,) = token_shift(x, last, sequences, self.x_k)
+        return self._mixed(mixed, sequences), ShiftState(shift)
+
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """See ``Mixer.step``."""
+        found = shifted_norm(x, y, norm, state.shift, sequences, self.x_k)
+        return None if found is None else (found.total, self._mixed(found.mixed[0], sequences))
+
+    def _mixed(self, x: Tensor, sequences: Sequences) -> Tensor:
+        if few := linears([x], [self.key], relu_squared=True):
+            found = linears([halved(few[0], sequences)], [self.value])
+            return found[0] if found else last_map(self.value, sequences)(few[0])
+        return activated(self.key(x), None, "relu_squared", last_map(self.value, sequences))
+
+
+def low_rank(inputs: int, rank: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """New weights [inputs,rank] and [rank,outputs] of a low-rank map, which is 0: zeros, and a tenth of orthogonal rows or columns."""
+    up = nn.Parameter(torch.empty(rank, outputs))
+    orthogonal(up, 0.1 * math.sqrt(max(rank / outputs, 1)))
+    return nn.Parameter(torch.zeros(inputs, rank)), up

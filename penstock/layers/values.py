@@ -1,0 +1,112 @@
+"""Values of tokens that mixers pass to mixers of later layers, beside the residual stream, such as RWKV-7's values of the first layer.
+
+A mixer declares them by name: ``yields`` and ``takes``, each with the size of the last axis. A layer has those of its mixers. Both are
+called with the values that they take after their other arguments, and return those that they yield after their other results. So values
+are arguments and results of modules: hooks, wrappers, checkpoints and shards see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..call.declaration import FLOATS, Argument
+from ..call.validation import check_tensor
+from ..errors import Complaints, DtypeError, RangeError, described
+from .as_written import unwrapped
+
+Values = dict[str, Tensor]
+"""By name: [B,T,size], a value of each token of a call."""
+
+
+class Passes(Protocol):
+    """A module that passes values, or none."""
+
+    takes: Mapping[str, int]
+    yields: Mapping[str, int]
+
+
+def passed(module: nn.Module, kind: type[Any], values: Values, *given: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
+    """Call a layer or mixer, or a wrapper of one, with the values that it takes; those that it yields are added to ``values``.
+
+    kind : type
+        The class that declares the values. A module without one inside passes none.
+    call : function, optional
+        Calls the module in its place, as ``torch.utils.checkpoint`` does.
+    """
+    inner = module if isinstance(module, kind) else unwrapped(module, kind)
+    run = module if call is None else call
+    if inner is None or not (inner.takes or inner.yields):
+        x, after = run(*given)
+        return x, after
+    found = run(*given, _taken(module, inner, values)) if inner.takes else run(*given)
+    if inner.yields:
+        if len(found) != 3 or not isinstance(found[2], dict) or found[2].keys() != inner.yields.keys():
+            _refuse(module, inner.yields, "results")
+        values.update(found[2])
+    return found[0], found[1]
+
+
+def _taken(module: nn.Module, inner: Passes, values: Values) -> Values:
+    if not values.keys() >= inner.takes.keys():
+        _refuse(module, inner.takes, "values of earlier layers")
+    return {name: values[name] for name in inner.takes}
+
+
+def _refuse(module: nn.Module, wanted: Mapping[str, int], what: str) -> None:
+    complaints, names = Complaints("forward"), ", ".join(wanted)
+    remedy = "A hook, a wrapper or another module in place of a layer removed it: return all results of the module."
+    complaints.add(RangeError, what, f"such that {type(module).__name__} has {names}", "none", remedy)
+    complaints.raise_any()
+
+
+def check_values(complaints: Complaints, values: object, x: Tensor, takes: Mapping[str, int]) -> None:
+    """Check the values of a direct call of a mixer, for tokens x [B,T,C]."""
+    if not takes and values is None:
+        return
+    rule = f"a dict of {', '.join(takes)}" if takes else "None: this mixer takes none"
+    if not takes or not isinstance(values, dict) or values.keys() != takes.keys():
+        found = ", ".join(map(str, values)) or "an empty dict" if isinstance(values, dict) else described(values)
+        complaints.add(RangeError if isinstance(values, dict) or not takes else DtypeError, "values", rule, found)
+        return
+    for name, size in takes.items():
+        sizes, argument = {"B": x.shape[0], "T": x.shape[1], "A": size}, Argument(f"values[{name!r}]", "B T A", FLOATS)
+        if not isinstance(values[name], Tensor):
+            complaints.add(DtypeError, argument.name, "a torch.Tensor", described(values[name]))
+        else:
+            check_tensor(complaints, argument, values[name], sizes, x.device, "x")
+
+
+def check_layers(complaints: Complaints, layers: Iterable[tuple[Any, Passes]]) -> None:
+    """Check that earlier layers yield what each takes. ``layers``: the configuration of the token mixer of each, and the layer."""
+    known: dict[str, int] = {}
+    for n, (config, layer) in enumerate(layers):
+        for name, size in layer.takes.items():
+            if known.get(name) != size:
+                value = f"{known[name]} channels" if name in known else "none"
+                rule = f"such that an earlier layer yields {name!r} of {size} channels to layer {n}, {config.kind}"
+                complaints.add(RangeError, "mixer", rule, value, f"Make layer 0 {config.kind} with heads of the same sizes.")
+        known |= layer.yields
+
+
+def example(like: Tensor, shape: tuple[int, ...], takes: Mapping[str, int]) -> Values | None:
+    """Ones, as values of a call for an explanation."""
+    return {name: like.new_ones(*shape, size) for name, size in takes.items()} or None
+
+
+def joined(*modules: Passes | None) -> tuple[dict[str, int], dict[str, int]]:
+    """What modules that run one after another take from outside, and what they yield."""
+    takes: dict[str, int] = {}
+    yields: dict[str, int] = {}
+    for one in modules:
+        if one is not None:
+            takes |= {name: size for name, size in one.takes.items() if name not in yields}
+            yields |= one.yields
+    return takes, yields
+
+
+def own(values: Values, yields: Mapping[str, int]) -> tuple[Values, ...]:
+    """The last results of a module that yields these: none, or the values."""
+    return ({name: values[name] for name in yields},) if yields else ()
