@@ -36,6 +36,8 @@ class AnswerForm:
     """Of functions. A call of another one is text."""
     parallel: bool = True
     """Whether several calls are taken; else those after the first are text."""
+    opened: str = ""
+    """The begin of the marker of reasoning, with which the prompt ends."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class AnswerReader:
     """Reads the text of one answer."""
 
     def __init__(self, form: AnswerForm) -> None:
-        self._reasoning = ReasoningReader(form.reasoning, form.thinking) if form.reasoning is not None else None
+        self._reasoning = ReasoningReader(form.reasoning, form.thinking, form.opened) if form.reasoning is not None else None
         self._calls = CallReader(form)
 
     def push(self, text: str) -> Iterator[Piece]:
@@ -119,10 +121,10 @@ def unfinished(text: str, marker: str) -> int:
 class ReasoningReader:
     """Divides a text into reasoning, which is at its begin if there is any, and the rest. White space around reasoning is left out."""
 
-    def __init__(self, form: ReasoningForm, thinking: bool) -> None:
-        self._form = form
+    def __init__(self, form: ReasoningForm, thinking: bool, opened: str = "") -> None:
+        self._form, self._opened = form, opened
         self.stage: Literal["begin", "inside", "after", "over"] = "inside" if thinking else "begin"
-        self._held = ""
+        self._held = opened
         self._words = False
         """Whether any reasoning was given."""
 
@@ -137,7 +139,7 @@ class ReasoningReader:
             if bare.startswith(self._form.begin):
                 self.stage, self._held = "inside", bare[len(self._form.begin) :]
             elif not self._form.begin.startswith(bare):
-                self.stage = "over"
+                self.stage, self._held = "over", self._held[len(self._opened) :]
         if self.stage == "inside":
             thought = self._thought()
         if self.stage == "after":
@@ -166,7 +168,7 @@ class ReasoningReader:
         """What was held back: a marker that did not become whole."""
         held, self._held = self._held, ""
         if self.stage == "begin":
-            return "", held
+            return "", held[len(self._opened) :]
         return (held.rstrip() if self._words else held.strip(), "") if self.stage == "inside" else ("", "")
 
 

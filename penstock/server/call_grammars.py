@@ -67,9 +67,9 @@ def _thought(form: AnswerForm, lines: list[str]) -> str:
     """The rule for reasoning before an answer. Adds what it consists of to ``lines``."""
     if form.reasoning is None:
         return ""
-    begin = "" if form.thinking else f"{_quoted(form.reasoning.begin)} "
+    begin = "" if form.thinking else f"{_quoted(form.reasoning.begin.removeprefix(form.opened))} "
     lines += [r"thought: thinking /\n{0,2}/", "thinking[lazy]: THINKING", f"THINKING: {begin}{ANY} {_quoted(form.reasoning.end)}"]
-    return "thought " if form.thinking else "thought? "
+    return "thought " if form.thinking or form.opened else "thought? "
 
 
 def _call(form: CallForm, function: Function, at: int, free: bool) -> str:

@@ -108,7 +108,7 @@ def answer_form(template: Template, talk: Conversation, prompt: str) -> AnswerFo
     names = {talk.choice.function.name} if isinstance(talk.choice, NamedTool) else {one.name for one in talk.offered}
     return AnswerForm(
         template.strips, reasoning, reasoning is not None and reasoning.begun(prompt), template.calls if names else None,
-        frozenset(names), talk.parallel,
+        frozenset(names), talk.parallel, "" if reasoning is None else reasoning.opened(prompt),
     )  # fmt: skip
 
 

@@ -38,6 +38,10 @@ class ReasoningForm:
         """Whether a prompt ends inside of it."""
         return prompt.rstrip().endswith(self.begin)
 
+    def opened(self, prompt: str) -> str:
+        """The marker without its last character, if a prompt ends with that: the answer writes the rest of it."""
+        return self.begin[:-1] if prompt.endswith(self.begin[:-1]) else ""
+
 
 CALLS = {
     form.name: form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +31,8 @@ WORLD_TOOLS = (
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Variables of templates that have the texts of special tokens."""
 NONE: Mapping[str, Any] = MappingProxyType({})
+G1 = re.compile(r"rwkv-?7[a-z]?-?g\d")
+"""Names of checkpoints of RWKV-7 that reason, such as rwkv7-g1-1.5b-20250429-ctx4096.pth."""
 
 
 class Template(Protocol):
@@ -67,22 +70,34 @@ class WorldTemplate:
     'User: Hi\nthere\n\nAssistant:'
 
     Functions are listed in a first message of the system, calls are written as in Hermes' form, and results are messages of the user.
+    Models that reason (RWKV-7 G1) do so after ``<think``, with which the prompt ends if ``enable_thinking`` is true: the end of the marker
+    is one token with what follows.
+
+    >>> WorldTemplate(reasoning=REASONING["think"]).render([Message(role="user", content="Hi")], variables={"enable_thinking": True})
+    'User: Hi\n\nAssistant: <think'
     """
 
     calls: CallForm | None = CALLS["hermes"]
     reasoning: ReasoningForm | None = None
     stops: tuple[str, ...] = ("\n\nUser:",)
     strips: bool = True
-    variables: tuple[str, ...] = ()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """``enable_thinking`` of models that reason."""
+        return () if self.reasoning is None else self.reasoning.switches[:1]
 
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
-        """The prompt. Raises RangeError for variables: there are none."""
+        """The prompt. Raises RangeError for other variables."""
         check_variables(variables, self.variables)
+        end = "Assistant:"
+        if self.reasoning is not None and variables.get(self.reasoning.switches[0]):
+            end += f" {self.reasoning.begin[:-1]}"
         parts = []
         if functions:
             listed = "\n".join(json.dumps(one.shown, ensure_ascii=False) for one in functions)
             parts.append(f"System: {WORLD_TOOLS[0]}\n{listed}\n{WORLD_TOOLS[1]}\n\n")
-        return "".join([*parts, *map(self.message, messages), "Assistant:"])
+        return "".join([*parts, *map(self.message, messages), end])
 
     def message(self, one: Message) -> str:
         """The text of a message."""
@@ -203,13 +218,14 @@ def find_template(
     """The template of a checkpoint: ``file`` if given, the one in its folder, or RWKV World's for its tokenizer; None if there is none.
 
     tool_parser, reasoning_parser : str, optional
-        Names of ``CALLS`` and ``REASONING``, or "none". Default: what the template's source shows.
+        Names of ``CALLS`` and ``REASONING``, or "none". Default: what the template's source shows; for RWKV World's form "think" if the
+        path has the name of a checkpoint of RWKV-7 G1.
     """
     template: JinjaTemplate | WorldTemplate | None = _jinja(path if path.is_dir() else path.parent, file)
     if template is None:
         if not isinstance(tokenizer, World):
             return None
-        template = WorldTemplate()
+        template = WorldTemplate(reasoning=REASONING["think"] if G1.search(path.name.lower()) else None)
     calls = template.calls if tool_parser is None else CALLS.get(tool_parser)
     reasoning = template.reasoning if reasoning_parser is None else REASONING.get(reasoning_parser)
     if isinstance(template, WorldTemplate):

@@ -39,7 +39,7 @@ class ThinkingBudget:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, form: AnswerForm, budget: int, inner: Constraint | None) -> None:
         assert form.reasoning is not None
-        self._reader = ReasoningReader(form.reasoning, form.thinking)
+        self._reader = ReasoningReader(form.reasoning, form.thinking, form.opened)
         self._stream, self._left, self._inner = tokenizer.stream(), budget, inner
         self._end = deque(tokenizer.encode(f"\n{form.reasoning.end}\n\n"))
         self._any = b"\xff" * ((vocab_size + 7) // 8)

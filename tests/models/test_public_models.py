@@ -24,9 +24,9 @@ import os, sys
 os.environ |= {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "RWKV_V7_ON": "1"}
 import torch
 from rwkv.model import RWKV
-folder = sys.argv[1]
+model, folder = sys.argv[1], os.path.dirname(sys.argv[1])
 with torch.no_grad():
-    logits = RWKV(model=f"{folder}/small", strategy="cpu fp32").forward(torch.load(f"{folder}/ids.pt").tolist(), None, full_output=True)[0]
+    logits = RWKV(model=model, strategy="cpu fp32").forward(torch.load(f"{folder}/ids.pt").tolist(), None, full_output=True)[0]
 torch.save(logits, f"{folder}/logits.pt")
 """
 
@@ -58,9 +58,12 @@ def test_rwkv7_equals_the_rwkv_package(first: bool, tmp_path: Path) -> None:
     """In a process of its own: the package chooses the version as it is imported."""
     pytest.importorskip("rwkv.model")
     w = rwkv7.draw(first=first)
-    torch.save(w, tmp_path / "small.pth")
+    torch.save(w, tmp_path / "theirs.pth")
+    if not first:  # also a file that we have written
+        save(load(tmp_path / "theirs.pth"), tmp_path / "ours.pth", "blinkdl")
     torch.save(IDS, tmp_path / "ids.pt")
-    subprocess.run([sys.executable, "-c", OF_THE_RWKV_PACKAGE, tmp_path], check=True, capture_output=True)
+    path = tmp_path / ("theirs.pth" if first else "ours.pth")
+    subprocess.run([sys.executable, "-c", OF_THE_RWKV_PACKAGE, path.with_suffix("")], check=True, capture_output=True)
     assert error(torch.load(tmp_path / "logits.pt"), rwkv7.logits(w, IDS)) < 1e-5
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import RangeError
 from penstock.models.tokenizers import Bytes
+from penstock.server.families import REASONING
 from penstock.server.protocol import Message
 from penstock.server.templates import JinjaTemplate, WorldTemplate, find_template
 
@@ -75,3 +76,17 @@ def test_rwkv_world_has_its_own(tmp_path):
     from penstock.models.tokenizers import World
 
     assert find_template(tmp_path, World()) == WorldTemplate()
+    for name, reasons in (("rwkv7-g1-1.5b-20250429-ctx4096.pth", True), ("RWKV7-G1c-7.2B", True), ("RWKV-x070-World-2.9B-v3.pth", False)):
+        template = find_template(tmp_path / name, World())
+        assert (template.reasoning is not None) == reasons
+        assert find_template(tmp_path / name, World(), reasoning_parser="none").variables == ()
+        assert (template.variables == ("enable_thinking",)) == reasons
+
+
+def test_rwkv_world_lets_models_reason():
+    """As RWKV-7 G1 was trained: the prompt ends with the marker without its last character."""
+    template, messages = WorldTemplate(reasoning=REASONING["think"]), [Message(role="user", content="Hi")]
+    assert template.render(messages) == template.render(messages, variables={"enable_thinking": False}) == "User: Hi\n\nAssistant:"
+    assert template.render(messages, variables={"enable_thinking": True}) == "User: Hi\n\nAssistant: <think"
+    with pytest.raises(RangeError, match="chat_template_kwargs must be absent, because the template has no variables"):
+        WorldTemplate().render(messages, variables={"enable_thinking": True})

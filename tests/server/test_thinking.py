@@ -60,6 +60,17 @@ def test_a_template_without_a_variable_thinks_as_it_does(model):
             send(live, thinking={"type": "enabled"})
 
 
+@pytest.mark.parametrize("answer", [">Hm</think>So", ">\nHm\n</think>\n\nSo"])
+def test_a_prompt_that_ends_within_the_marker(model, answer):
+    """RWKV World's form: the answer begins with the end of the marker."""
+    with running(model, template=WorldTemplate(reasoning=REASONING["think"])) as live, scripted(live.engine, answer, "So", "So") as prompts:
+        content = send(live, thinking={"type": "enabled", "budget_tokens": 90}).content
+        assert prompts[0].endswith("Assistant: <think")
+        assert [(one.type, getattr(one, one.type)) for one in content] == [("thinking", "Hm"), ("text", "So")]
+        for kind in "disabled", "enabled":  # this answer has no end of the marker
+            assert [(one.type, getattr(one, one.type)) for one in send(live, thinking={"type": kind}).content] == [("text", "So")]
+
+
 THOUGHT = "Hm. Hm. Hm"
 
 
