@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.validation import known_values
+from ..delta import functional as delta
 from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
@@ -186,6 +187,18 @@ class Sequences:
             if variant == "retention" and gates:
                 options["g"], gates = gates[0], ()
             output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
+            return output, state if after is None else after
+
+    def remove(self, variant: str, q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Run the delta rule ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool.
+
+        ``inputs`` are the other arguments of the variant's function, by name.
+        """
+        with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+            if self.in_place:
+                inputs |= {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
+                return operated(delta.advance, variant, q, k, v, **inputs), state
+            output, after = operated(getattr(delta, variant), q, k, v, **inputs, **self._from(state))
             return output, state if after is None else after
 
     def _from(self, state: Tensor) -> dict[str, Any]:

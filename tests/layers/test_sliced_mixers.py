@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from architectures import MIXERS
+from architectures import SLICED
 from ranks import spawned
 from sampling import every, slow
 from slices import C, mixers_alike, pairs_of_cuts
 
 import penstock as ps
-from penstock.layers import RWKV6Config
+from penstock.layers import DeltaNetConfig, GatedDeltaNetConfig, KDAConfig, RWKV6Config
 from penstock.layers.chains import Choice, recorded
 
-EVERY = [*MIXERS.values(), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
+EVERY = [*SLICED.values(), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), *slow((2, 5), (4, 5))])
@@ -40,10 +40,18 @@ def test_what_calls_with_a_context_refuse(alone):
         first.sum().backward()
 
 
-@pytest.mark.parametrize("name", every(3, MIXERS))
+@pytest.mark.parametrize("config", [DeltaNetConfig(2), GatedDeltaNetConfig(2, head_dim=6), KDAConfig(2, head_dim=6)])
+def test_mixers_of_the_delta_rule_refuse_a_context(alone, config):
+    mixer, context = config.build(C), ps.distributed.ContextParallel(alone, tokens=9)
+    message = rf"{type(mixer).__name__}.forward: context must be None, got a ContextParallel\. The delta rule runs on one rank"
+    with pytest.raises(ps.RangeError, match=message):
+        mixer(torch.randn(2, 9, C), context=context)
+
+
+@pytest.mark.parametrize("name", every(3, SLICED))
 def test_chains_run_the_same_forms(alone, kernels_on_a_cpu, name):
     """Kernels of token shifts and convolutions take the rows before a slice; operators are explained without an exchange."""
-    mixer, x = MIXERS[name].build(C), torch.randn(2, 9, C)
+    mixer, x = SLICED[name].build(C), torch.randn(2, 9, C)
     found = []
     for options in ({}, {"context": ps.distributed.ContextParallel(alone, tokens=9)}):
         with recorded(mixer) as calls:
