@@ -57,14 +57,18 @@ def refuses_options(p: DeltaTokens) -> str | None:
     return None
 
 
+def total(x: Tensor) -> Tensor:
+    """The sum over the last axis, by halves, with that axis."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        pairs = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([pairs, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else pairs
+    return x
+
+
 def normalized(x: Tensor) -> Tensor:
     """X divided by the square root of its sum of squares and ``EPSILON``, over the last axis."""
-    sums = x * x
-    while sums.shape[-1] > 1:
-        half = sums.shape[-1] // 2
-        pairs = sums[..., :half] + sums[..., half : 2 * half]
-        sums = torch.cat([pairs, sums[..., 2 * half :]], -1) if sums.shape[-1] % 2 else pairs
-    return x / (sums + EPSILON).sqrt()
+    return x / (total(x * x) + EPSILON).sqrt()
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
 """Token mixers and channel mixers as ``nn.Module``, one file per architecture."""
 
+from .delta_heads import DeltaState
+from .delta_net import DeltaNet, DeltaNetConfig
+from .gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from .gla import GatedLinearAttention, GLAConfig, GLAState
+from .kda import KDAConfig, KimiDeltaAttention
 from .keywords import checked_fields
 from .linear_attention import LinearAttention, LinearAttentionConfig, LinearAttentionState
 from .mamba2 import Mamba2, Mamba2Config, Mamba2State
@@ -16,7 +20,10 @@ from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, Softmax
 from .swiglu import SwiGLU, SwiGLUConfig
 
 for _config in (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
     GLAConfig,
+    KDAConfig,
     LinearAttentionConfig,
     Mamba2Config,
     RetentionConfig,
@@ -33,9 +40,16 @@ for _config in (
 
 __all__ = [
     "CONFIGS",
+    "DeltaNet",
+    "DeltaNetConfig",
+    "DeltaState",
     "GLAConfig",
     "GLAState",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "GatedLinearAttention",
+    "KDAConfig",
+    "KimiDeltaAttention",
     "LinearAttention",
     "LinearAttentionConfig",
     "LinearAttentionState",

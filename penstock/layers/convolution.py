@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -50,6 +51,20 @@ class ShortConvolution(nn.Conv1d):
         silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
         y, after = CONVOLUTION(_Convolution(x, sequences.entering(x, state), weight, bias, sequences.here, silu))
         return y, sequences.ending(after, state)
+
+
+def convolved(
+    convolutions: Sequence[nn.Module], parts: Sequence[Tensor], tails: Tensor, sequences: Sequences
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Convolutions, each of its own x [B,T,C_n] after its own inputs in ``tails`` [N,W-1,sum of C_n]: all y, and the new tails."""
+    before = tails.split([part.shape[-1] for part in parts], -1)
+    pairs = [one(part, tail, sequences) for one, part, tail in zip(convolutions, parts, before)]
+    after = tuple(tail for _, tail in pairs)
+    if any(one is other for one, other in zip(after, before)):  # in place: a kernel may have updated only some of them
+        sequences.write(before, after)
+    else:
+        tails = torch.cat(after, -1)
+    return [part for part, _ in pairs], tails
 
 
 class _Convolution(NamedTuple):

@@ -6,46 +6,15 @@ Source: Yang et al. 2023, arXiv 2312.06635, section 4.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .as_written import altered
-from .chains import Chain, plain
 from .decays import log_sigmoid
-from .examples import Draw, examples
 from .heads import HeadsConfig, HeadsMixer, projection
-from .linear import Linear, linear_again
+from .low_rank import low_rank, low_rank_parts
 from .sequences import Sequences
-
-
-class _LowRank(NamedTuple):
-    """A container of two linear maps, and its input."""
-
-    module: nn.Module
-    x: Tensor
-
-
-def _refuses_maps(c: _LowRank) -> str | None:
-    why = altered(c.module, nn.Sequential)
-    return None if why is None else f"the container of the low-rank maps {why}"
-
-
-def _draw(draw: Draw) -> _LowRank:
-    maps = nn.Sequential(Linear(40, 8, bias=False), Linear(8, 24))
-    return _LowRank(draw.module("maps", maps, 0.2), draw("x", 1, 3, 40))
-
-
-LOW_RANK: Chain[_LowRank, list[nn.Module]] = Chain(
-    "low_rank_parts",
-    plain("maps", lambda c: list(c.module.children()), _refuses_maps, examples(_draw)),
-    plain("module", lambda c: []),
-    formula=lambda c: c.module(c.x),
-    results=lambda c, maps: reduce(lambda x, one: one(x), maps, c.x),
-)
-"""The maps that are called one by one, the first one together with others of the same input; none if the container itself is called."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +82,9 @@ class GatedLinearAttention(HeadsMixer):
 
     def mix(self, x: Tensor, state: GLAState, sequences: Sequences) -> tuple[Tensor, GLAState]:
         """Y and the new state."""
-        maps = LOW_RANK(_LowRank(self.gk_proj, x))
+        maps = low_rank_parts(self.gk_proj, x)
         q, k, v, gate, low, tails = self._project(x, state.tails, sequences, *maps[:1])
-        gates = linear_again(low[0], maps[1]) if maps else self.gk_proj(x)
+        gates = low_rank(self.gk_proj, x, maps, low)
         g = log_sigmoid(gates, self.config.gate_logit_normalizer)
         if self.config.clamp_min is not None:
             g = g.clamp(min=self.config.clamp_min)

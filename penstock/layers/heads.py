@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..call.recompute import again
@@ -13,7 +12,7 @@ from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import repeated
 from .activations import ACTIVATIONS
-from .convolution import ShortConvolution
+from .convolution import ShortConvolution, convolved
 from .fused import activated, norm_gate
 from .halving import last_map
 from .linear import Linear
@@ -129,14 +128,7 @@ class HeadsMixer(Mixer):
         parts, rest = found[:3], found[3:]
         gate = rest.pop(0) if gates else None
         if self.heads.conv_size:
-            before = tails.split([part.shape[-1] for part in parts], -1)
-            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            pairs = [one(part, tail, sequences) for one, part, tail in zip(convolutions, parts, before)]
-            parts, after = [part for part, _ in pairs], tuple(tail for _, tail in pairs)
-            if any(one is other for one, other in zip(after, before)):  # in place: a kernel may have updated only some of them
-                sequences.write(before, after)
-            else:
-                tails = torch.cat(after, -1)
+            parts, tails = convolved((self.q_conv1d, self.k_conv1d, self.v_conv1d), parts, tails, sequences)
         K, V = self.head_sizes
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (K, K, V)))
         return Projected(q, k, v, gate, rest, tails)

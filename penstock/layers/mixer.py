@@ -37,8 +37,6 @@ class MixerConfig:
     """The name of the kind in files. A subclass needs its own."""
     grows: ClassVar[bool] = False
     """Whether the state of a sequence grows with its tokens, as a cache of keys and values does."""
-    slices: ClassVar[bool] = True
-    """Whether the tokens of a sequence may be on several ranks, see ``context`` of ``Mixer.forward``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -69,13 +67,6 @@ class MixerConfig:
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
         raise NotImplementedError
-
-
-def check_slices(complaints: Complaints, *configs: MixerConfig | None) -> None:
-    """Check, for a call with a context, that these mixers take one."""
-    for one in dict.fromkeys(configs):
-        if one is not None and not one.slices:
-            complaints.add(RangeError, "context", f"None for mixers of kind {one.kind}", "a context", "Its recurrence takes none.")
 
 
 @remembered
@@ -202,9 +193,6 @@ class Mixer(nn.Module):
         check_input(complaints, x, self.hidden_size)
         complaints.raise_any()
         check_values(complaints, values, x, self.takes)
-        config = getattr(self, "config", None)
-        if context is not None and isinstance(config, MixerConfig):
-            check_slices(complaints, config)
         complaints.raise_any()
         sequences = sequences_of(complaints, x, "x", cu_seqlens, slots, state, in_place=in_place, context=context)
         if in_place or state is not None:

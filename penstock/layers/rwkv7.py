@@ -43,7 +43,6 @@ class RWKV7Config(MixerConfig):
     """The sizes of an RWKV-7 time mix. In a model, layer 0 has one, whose values the others take."""
 
     kind = "rwkv7"
-    slices = False
     head_size: int = 64
     """K = V, channels of a head."""
     num_heads: int | None = None

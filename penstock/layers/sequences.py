@@ -189,6 +189,18 @@ class Sequences:
             output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
             return output, state if after is None else after
 
+    def remove(self, variant: str, q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Run the delta rule ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool.
+
+        ``inputs`` are the other arguments of the variant's function, by name.
+        """
+        with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+            if self.in_place:
+                inputs |= {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
+                return operated(delta.advance, variant, q, k, v, **inputs), state
+            output, after = operated(getattr(delta, variant), q, k, v, **inputs, **self._from(state))
+            return output, state if after is None else after
+
     def recur_rwkv7(
         self, r: Tensor, raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, state: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip

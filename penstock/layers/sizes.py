@@ -37,14 +37,16 @@ def check_number(complaints: Complaints, name: str, value: object, lowest: float
 def check_fields(complaints: Complaints, config: Any) -> None:
     """Check the fields of a dataclass that are whole numbers, numbers or bools, by their annotations.
 
-    Whole numbers are at least 1, or 0 if that is the default. Numbers are finite and, unless ``metadata["signed"]``, at least 0.
+    Whole numbers are at least 1, or 0 if that is the default or ``metadata["least"]``. Numbers are finite and, unless
+    ``metadata["signed"]``, at least 0.
     """
     for field in fields(config):
         value, kind, *others = getattr(config, field.name), *str(field.type).split(" | ")
         if value is None and others == ["None"]:
             continue
         if kind == "int":
-            check_whole(complaints, field.name, value, 1 if field.default in (MISSING, None) else min(1, field.default))
+            least = 1 if field.default in (MISSING, None) else min(1, field.default)
+            check_whole(complaints, field.name, value, field.metadata.get("least", least))
         elif kind == "float":
             check_number(complaints, field.name, value, -math.inf if field.metadata.get("signed") else 0.0)
         elif kind == "bool" and not isinstance(value, bool):

@@ -3,6 +3,7 @@
 from .causal_lm import CausalLM, LayerState, Output, State
 from .checkpoints import load, load_adapter, load_tuned_state, save
 from .config import Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
+from .delta_configs import delta_net, gated_deltanet, kda
 
 __all__ = [
     "CausalLM",
@@ -10,8 +11,11 @@ __all__ = [
     "LayerState",
     "Output",
     "State",
+    "delta_net",
+    "gated_deltanet",
     "gla",
     "hybrid",
+    "kda",
     "linear",
     "load",
     "load_adapter",

@@ -22,7 +22,6 @@ from ..layers.as_written import altered, gathers, hooked, remembered, unwrapped
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
-from ..layers.mixer import check_slices
 from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
@@ -314,8 +313,6 @@ class Backbone(nn.Module):
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:
             check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
-        if context is not None:
-            check_slices(complaints, *self.sizes.mixers, *self.sizes.channels)
         complaints.raise_any()
         assert given is not None
         options: Any = {"in_place": in_place, "context": context, "final_states": final_states}

@@ -274,7 +274,7 @@ def gla(
     <arguments>
     """
     mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
+    return Config(vocab_size, hidden_size, num_layers, mixer, feed_forward(intermediate_size, hidden_size))
 
 
 @checked_keywords
@@ -288,7 +288,7 @@ def retnet(
     <arguments>
     """
     mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size, 2))
+    return Config(vocab_size, hidden_size, num_layers, mixer, feed_forward(intermediate_size, hidden_size, 2))
 
 
 @checked_keywords
@@ -302,10 +302,11 @@ def linear(
     <arguments>
     """
     mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
-    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
+    return Config(vocab_size, hidden_size, num_layers, mixer, feed_forward(intermediate_size, hidden_size))
 
 
-def _feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float = 4) -> SwiGLUConfig:
+def feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float = 4) -> SwiGLUConfig:
+    """A gated feed-forward layer of this size; by default, of the usual one."""
     _check_hidden_size(hidden_size)
     return SwiGLUConfig(feed_forward_size(hidden_size, ratio) if intermediate_size is None else intermediate_size)
 

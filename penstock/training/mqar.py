@@ -116,6 +116,8 @@ def model_config(architecture: str, recall: Recall, hidden_size: int, num_layers
         sizes |= {"head_size": size}
     elif architecture == "mamba2":
         sizes |= {"head_dim": size, "state_size": size}
+    elif architecture in ("gated_deltanet", "kda"):
+        sizes |= {"num_heads": hidden_size // size, "head_dim": size}
     else:
         sizes |= {"num_heads": hidden_size // size} | ({"conv_size": 4} if architecture in ("gla", "retnet") else {})
     return replace(ARCHITECTURES[architecture](**sizes), tie_embeddings=recall.vocab_size > LARGE)

@@ -95,7 +95,8 @@ def test_repeated_calls_are_not_looked_at(function, monkeypatch):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_layers_know_what_they_pass(name):
-    sizes = {"rwkv5": {"head_size": 4}, "rwkv6": {"head_size": 4}, "mamba2": {"head_dim": 4}}.get(name, {"num_heads": 8})
+    heads = {"rwkv5": "head_size", "rwkv6": "head_size", "mamba2": "head_dim", "gated_deltanet": "head_dim", "kda": "head_dim"}
+    sizes = {heads[name]: 4} if name in heads else {"num_heads": 8}
     model = CausalLM(ARCHITECTURES[name](vocab_size=5, hidden_size=32, num_layers=1, **sizes))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

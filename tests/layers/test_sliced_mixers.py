@@ -1,5 +1,6 @@
 """Every mixer over the ranks of a process group; calls that cannot be made."""
 
+import passing
 import pytest
 import torch
 from architectures import MIXERS
@@ -11,7 +12,7 @@ import penstock as ps
 from penstock.layers import RWKV6Config
 from penstock.layers.chains import Choice, recorded
 
-EVERY = [*(one for one in MIXERS.values() if one.slices), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
+EVERY = [*MIXERS.values(), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), *slow((2, 5), (4, 5))])
@@ -34,19 +35,16 @@ def test_what_calls_with_a_context_refuse(alone):
     ):
         with pytest.raises(ps.InvalidArgument, match=message):
             mixer(given, **options)
-    for config in (one for one in MIXERS.values() if not one.slices):
-        with pytest.raises(ps.RangeError, match=f"context must be None for mixers of kind {config.kind}, got a context"):
-            config.build(C)(x, context=of(alone, tokens=9))
     y, _ = mixer(x.requires_grad_(), context=of(alone, tokens=9))
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 
 
-@pytest.mark.parametrize("name", every(3, [name for name, one in MIXERS.items() if one.slices]))
+@pytest.mark.parametrize("name", every(3, MIXERS))
 def test_chains_run_the_same_forms(alone, kernels_on_a_cpu, name):
     """Kernels of token shifts and convolutions take the rows before a slice; operators are explained without an exchange."""
-    mixer, x = MIXERS[name].build(C), torch.randn(2, 9, C)
+    mixer, x = passing.alone(MIXERS[name].build(C)), torch.randn(2, 9, C)
     found = []
     for options in ({}, {"context": ps.distributed.ContextParallel(alone, tokens=9)}):
         with recorded(mixer) as calls:

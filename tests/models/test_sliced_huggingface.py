@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import SLICED, model_of
+from architectures import ARCHITECTURES, model_of
 from ranks import spawned
 from sampling import slow
 from slices import cuts, transformers_alike
@@ -12,9 +12,9 @@ import penstock as ps
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("names", [("rwkv6", "mamba2", "hybrid", "retnet"), *slow(tuple(SLICED))])
+@pytest.mark.parametrize("names", [("rwkv6", "mamba2", "hybrid", "retnet"), *slow(tuple(ARCHITECTURES))])
 def test_ranks_equal_one_process(names):
-    each = 3 if len(names) == len(SLICED) else 1
+    each = 3 if len(names) == len(ARCHITECTURES) else 1
     every = cuts(3, each * len(names), seed=2)
     spawned(transformers_alike, 3, [(name, cut) for n, name in enumerate(names) for cut in every[n * each : (n + 1) * each]])
 

@@ -1,7 +1,7 @@
 """Every model over the ranks of a process group."""
 
 import pytest
-from architectures import SLICED
+from architectures import ARCHITECTURES
 from ranks import spawned
 from sampling import slow
 from slices import averaged_alike, cuts, models_alike
@@ -11,8 +11,8 @@ from slices import averaged_alike, cuts, models_alike
 def test_ranks_equal_one_process(sizes):
     """With one cut for each model, all have different ones."""
     ranks, each = sizes
-    every = cuts(ranks, each * len(SLICED))
-    spawned(models_alike, ranks, [(name, cut) for n, name in enumerate(SLICED) for cut in every[n * each : (n + 1) * each]])
+    every = cuts(ranks, each * len(ARCHITECTURES))
+    spawned(models_alike, ranks, [(name, cut) for n, name in enumerate(ARCHITECTURES) for cut in every[n * each : (n + 1) * each]])
 
 
 @pytest.mark.parametrize("name", ["rwkv6", *slow("hybrid", "mamba2")])

@@ -7,8 +7,18 @@ import torch
 from own_mixer import WindowMeanConfig
 from torch import Tensor, nn
 
-from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, MixerConfig, RetentionConfig, SoftmaxAttentionConfig
-from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
+from penstock.layers import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    KDAConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    RetentionConfig,
+    SoftmaxAttentionConfig,
+)
+from penstock.models import CausalLM, Config, delta_net, gated_deltanet, gla, hybrid, kda, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
 from penstock.models.arguments import named_tensors
 
 SIZES = {"vocab_size": 13, "hidden_size": 24, "num_layers": 2}
@@ -42,6 +52,17 @@ ARCHITECTURES: dict[str, Config] = {
         mamba2(**SIZES, head_dim=8, tie_embeddings=False),
         Mamba2Config(4, 6, 5, n_groups=2, conv_kernel=3, use_conv_bias=False, use_bias=True, time_step_limit=(0.01, 0.5)),
     ),
+    "delta_net": delta_net(**NARROW, num_heads=3),
+    "delta_net_gated": with_mixer(
+        delta_net(**NARROW, num_heads=2),
+        DeltaNetConfig(2, use_beta=False, use_gate=True, qk_activation="elu+1", qk_norm="sum", expand_v=1.5, conv_size=3, conv_bias=True),
+    ),
+    "gated_deltanet": gated_deltanet(**NARROW, num_heads=2, head_dim=6, num_v_heads=4),
+    "gated_deltanet_plain": with_mixer(
+        gated_deltanet(**NARROW), GatedDeltaNetConfig(3, use_gate=False, head_dim=5, conv_size=0, expand_v=1.0, allow_neg_eigval=True)
+    ),
+    "kda": kda(**NARROW, num_heads=3, head_dim=6),
+    "kda_bounded": with_mixer(kda(**NARROW), KDAConfig(2, head_dim=6, num_v_heads=4, expand_v=0.5, gate_low_rank_dim=5, lower_bound=-5.0)),
     "own_mixer": with_mixer(linear(**NARROW), (WindowMeanConfig(3), LinearAttentionConfig(2))),
     "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
     "hybrid_window": hybrid(
@@ -49,6 +70,7 @@ ARCHITECTURES: dict[str, Config] = {
         SoftmaxAttentionConfig(3, head_dim=6, window_size=4, qk_norm=True, qkv_bias=True, max_length=64),
         [0],
     ),
+    "hybrid_of_deltas": hybrid(gated_deltanet(**NARROW, num_heads=2, head_dim=6), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
     "hybrid_without_rotary": hybrid(rwkv6(**NARROW, head_size=8), SoftmaxAttentionConfig(2, 1, rope_theta=None, max_length=64), [1]),
 }
 
@@ -59,8 +81,6 @@ for _name, _config in ARCHITECTURES.items():
     for _part, _one in (("mixer", _config.mixers[0]), ("last mixer", _config.mixers[-1]), ("channel", _config.channels[0])):
         if _one is not None and _one not in MIXERS.values():
             MIXERS[f"{_name} {_part}"] = _one
-SLICED = [_name for _name, _config in ARCHITECTURES.items() if all(one.slices for one in _config.mixers)]
-"""The models whose tokens may be on several ranks."""
 
 
 def randomised(module: nn.Module, seed: int = 1) -> None:

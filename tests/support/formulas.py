@@ -1,11 +1,12 @@
 """Layers and models written out token by token in float64, from their formulas and a state_dict. They share no code with the package."""
 
 import math
+from dataclasses import asdict
 from functools import partial
 
 import torch
 from passing import taken
-from public_models import Weights, layer_norm, rms_norm, rwkv5, rwkv6, rwkv7, sigmoid, silu
+from public_models import Weights, delta, layer_norm, rms_norm, rwkv5, rwkv6, rwkv7, sigmoid, silu
 from torch import Tensor
 
 from penstock.models import Config
@@ -124,6 +125,15 @@ def mamba2(x: Tensor, w: Weights, config, past: dict) -> Tensor:
     return w["out_proj.weight"] @ normed + w.get("out_proj.bias", 0)
 
 
+def delta_mixer(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    """DeltaNet, gated DeltaNet and Kimi delta attention."""
+    sizes = asdict(config) | {"model_type": config.kind, "hidden_size": len(x)}
+    gate = {"delta_net": "silu", "kda": "sigmoid"}.get(config.kind, sizes.get("gate_activation"))
+    if sizes.get("qk_activation") == "elu+1":
+        sizes["qk_activation"] = "elu"
+    return delta.mixer(x, past, w | {"o_norm.weight": w["norm.weight"]}, sizes, delta.heads(sizes), gate)
+
+
 def softmax_attention(x: Tensor, w: Weights, config, past: dict) -> Tensor:
     H, G = config.num_heads, config.num_kv_heads or config.num_heads
     D, t = config.head_dim or len(x) // H, len(past.setdefault("k", []))
@@ -165,6 +175,9 @@ MIXERS = {
     "retention": heads_mixer,
     "linear_attention": heads_mixer,
     "mamba2": mamba2,
+    "delta_net": delta_mixer,
+    "gated_deltanet": delta_mixer,
+    "kda": delta_mixer,
     "softmax_attention": softmax_attention,
     "swiglu": swiglu,
     "mean_of_inputs": mean_of_inputs,

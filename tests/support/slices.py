@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from architectures import flat, model_of, randomised
+from passing import alone
 from ranks import pieces
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ def mixers_alike(rank: int, every: list[tuple[MixerConfig, Cut, Cut]]) -> None:
     """Outputs and states of two calls, the second of which continues the first, and all gradients equal those of one process."""
     for config, *both in every:
         torch.manual_seed(0)
-        mixer = config.build(C, 1, 3)
+        mixer = alone(config.build(C, 1, 3))
         randomised(mixer)
         mixer, rng = mixer.double(), torch.Generator().manual_seed(1)
         inputs, upstream = ([torch.randn(*cut.shape, C, generator=rng, dtype=torch.float64) for cut in both] for _ in range(2))

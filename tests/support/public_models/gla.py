@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,40 +44,54 @@ def config(**changes: object) -> dict[str, object]:
 
 
 def draw(config: dict, seed: int = 1, rank: int = 16) -> Weights:
+    return drawn(config, seed, lambda random: mixer_weights(random, config, rank))
+
+
+def drawn(config: dict, seed: int, mixer_weights: Callable[[Draw], Weights]) -> Weights:
+    """Blocks of a mixer, or of softmax attention, and a SwiGLU MLP."""
     random = Draw(seed)
-    V, C, F, H = config["vocab_size"], config["hidden_size"], config["intermediate_size"], config["num_heads"]
-    keys, values, shared = round(C * config["expand_k"]), round(C * config["expand_v"]), H // (config["num_kv_heads"] or H)
+    V, C, F = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
     w = {"model.embeddings.weight": random(V, C, size=1.0), "model.norm.weight": random(C, middle=1)}
     for i in range(config["num_hidden_layers"]):
         layer = {"attn_norm.weight": random(C, middle=1), "mlp_norm.weight": random(C, middle=1)}
         layer |= {f"mlp.{one}_proj.weight": random.matrix(F, C) for one in ("gate", "up")} | {"mlp.down_proj.weight": random.matrix(C, F)}
         spec = softmax_spec(config, i)
-        if spec:
-            width = C // spec["num_heads"] * spec.get("num_kv_heads", spec["num_heads"])
-            for one, rows in {"q": C, "k": width, "v": width}.items():
-                layer[f"attn.{one}_proj.weight"] = random.matrix(rows, C)
-                if spec.get("qkv_bias"):
-                    layer[f"attn.{one}_proj.bias"] = random(rows)
-            layer["attn.o_proj.weight"] = random.matrix(C, C)
-            w |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
-            continue
-        layer |= {"attn.q_proj.weight": random.matrix(keys, C), "attn.k_proj.weight": random.matrix(keys // shared, C)}
-        layer |= {"attn.v_proj.weight": random.matrix(values // shared, C), "attn.o_proj.weight": random.matrix(C, values)}
-        if config["model_type"] == "gla":
-            layer |= {"attn.gk_proj.0.weight": random.matrix(rank, C), "attn.gk_proj.1.weight": random(keys // shared, rank, size=1.0)}
-            layer |= {"attn.gk_proj.1.bias": random(keys // shared)}
-        if config["use_short_conv"]:
-            width = config["conv_size"]
-            layer |= {"attn.q_conv1d.weight": random(keys, 1, width), "attn.k_conv1d.weight": random(keys // shared, 1, width)}
-            layer |= {"attn.v_conv1d.weight": random(values // shared, 1, width)}
-        fused = config["use_output_gate"] and config["fuse_norm"]
-        if config["use_output_gate"]:
-            layer["attn.g_proj.weight"] = random.matrix(values, C)
-        if config["elementwise_affine"]:
-            layer["attn.g_norm_swish_gate.weight" if fused else "attn.g_norm.weight"] = random(values // H, middle=1)
+        mixer = softmax_weights(random, C, spec) if spec else mixer_weights(random)
+        layer |= {f"attn.{name}": x for name, x in mixer.items()}
         w |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
     if not config["tie_word_embeddings"]:
         w["lm_head.weight"] = random.matrix(V, C)
+    return w
+
+
+def softmax_weights(random: Draw, C: int, spec: dict) -> Weights:
+    """Weights of a layer of softmax attention."""
+    width = C // spec["num_heads"] * spec.get("num_kv_heads", spec["num_heads"])
+    w = {"o_proj.weight": random.matrix(C, C)}
+    for one, rows in {"q": C, "k": width, "v": width}.items():
+        w[f"{one}_proj.weight"] = random.matrix(rows, C)
+        if spec.get("qkv_bias"):
+            w[f"{one}_proj.bias"] = random(rows)
+    return w
+
+
+def mixer_weights(random: Draw, config: dict, rank: int) -> Weights:
+    C, H = config["hidden_size"], config["num_heads"]
+    keys, values, shared = round(C * config["expand_k"]), round(C * config["expand_v"]), H // (config["num_kv_heads"] or H)
+    w = {"q_proj.weight": random.matrix(keys, C), "k_proj.weight": random.matrix(keys // shared, C)}
+    w |= {"v_proj.weight": random.matrix(values // shared, C), "o_proj.weight": random.matrix(C, values)}
+    if config["model_type"] == "gla":
+        w |= {"gk_proj.0.weight": random.matrix(rank, C), "gk_proj.1.weight": random(keys // shared, rank, size=1.0)}
+        w |= {"gk_proj.1.bias": random(keys // shared)}
+    if config["use_short_conv"]:
+        width = config["conv_size"]
+        w |= {"q_conv1d.weight": random(keys, 1, width), "k_conv1d.weight": random(keys // shared, 1, width)}
+        w |= {"v_conv1d.weight": random(values // shared, 1, width)}
+    fused = config["use_output_gate"] and config["fuse_norm"]
+    if config["use_output_gate"]:
+        w["g_proj.weight"] = random.matrix(values, C)
+    if config["elementwise_affine"]:
+        w["g_norm_swish_gate.weight" if fused else "g_norm.weight"] = random(values // H, middle=1)
     return w
 
 
@@ -84,11 +100,11 @@ def logits(weights: Weights, config: dict, tokens: Tensor) -> Tensor:
     return model(weights, config, tokens, mixer)
 
 
-def model(weights: Weights, config: dict, tokens: Tensor, mixer) -> Tensor:
-    """Blocks of a mixer and a SwiGLU MLP."""
+def model(weights: Weights, config: dict, tokens: Tensor, mixer, remembering=None) -> Tensor:
+    """Blocks of a mixer and a SwiGLU MLP. ``remembering`` makes the memory of a layer."""
     w, eps = doubled(weights), config["norm_eps"]
     layers = depth(w, "model.layers.")
-    memory = [Memory(config) for _ in range(layers)]
+    memory = [(remembering or Memory)(config) for _ in range(layers)]
     head = w["model.embeddings.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
     result = []
     for token in tokens.tolist():
