@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -64,6 +65,19 @@ def test_rwkv7_of_one_layer(tmp_path: Path) -> None:
     assert error(model(IDS[None]).logits[0], rwkv7.logits(w, IDS)) < 1e-5
     save(model, tmp_path / "again.pth", "blinkdl")
     assert load(tmp_path / "again.pth").config == model.config
+
+
+@pytest.mark.parametrize("version", [rwkv6, rwkv7])
+def test_blinkdls_names_in_safetensors(version: Any, tmp_path: Path) -> None:
+    w = version.with_time_state(version.draw())
+    model = load(write_pth(w, tmp_path))
+    save(model, tmp_path / "ours.safetensors", "blinkdl")
+    found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
+    assert found.keys() == w.keys()
+    assert all(torch.equal(found[name].reshape(x.shape), x) for name, x in w.items())
+    again = load(tmp_path / "ours.safetensors")
+    assert again.config == model.config
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
 
 
 def test_tuned_states_have_gradients(tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ def test_wrong_arguments_of_save(tmp_path: Path) -> None:
     assert "overwrite must be a bool" in str(caught.value)
     with pytest.raises(InvalidArgument, match="save: model must be on a device with memory"):
         save(CausalLM(rwkv6_config(**SMALL, head_size=8)).to("meta"), tmp_path / "new")
-    with pytest.raises(RangeError, match=r"path must be the name of a file of torch, such as model\.pth"):
-        save(model, tmp_path / "model.safetensors", "blinkdl")
+    with pytest.raises(RangeError, match=r"path must be the name of a file of torch or of safetensors, such as model\.pth"):
+        save(model, tmp_path / "model.st", "blinkdl")
     for path, form in ((tmp_path / "file" / "new", "penstock"), (tmp_path / "file" / "new.pth", "blinkdl")):
         with pytest.raises(OSError, match="save: path must be a place that can be written"):
             save(model, path, form)

@@ -198,7 +198,7 @@ def save(
     model : CausalLM
         On any device with memory. It or its layers may be compiled, or wrapped by activation checkpointing.
     path : str or Path
-        A folder, which may exist and have other files; for "blinkdl" a file.
+        A folder, which may exist and have other files; for "blinkdl" a file, of safetensors if its name ends with .safetensors.
     format : str
         "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet,
         RWKV-6 and RWKV-7.
@@ -240,8 +240,9 @@ def save(
         why = "; ".join(f"{form.title}: {reasons[form]}" for form in FORMATS if form.name == format)
         rule = f"one of {', '.join(form.name for form in FORMATS if reasons[form] is None)} for this model"
         complaints.add(RangeError, "format", rule, f"{format!r}{f' ({why})' * bool(why)}")
-    if possible and possible[0].stored is None and Path(path).suffix in (".safetensors", ".json"):
-        complaints.add(RangeError, "path", "the name of a file of torch, such as model.pth", repr(str(path)), "Name another file.")
+    if possible and possible[0].stored is None and Path(path).suffix in (".st", ".gguf", ".json"):
+        rule = "the name of a file of torch or of safetensors, such as model.pth"
+        complaints.add(RangeError, "path", rule, repr(str(path)), "Name another file.")
     complaints.raise_any()
     form, tensors = possible[0], tensors_of(model, config, possible[0])
     with writing(Path(path)):

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,13 @@ def check_folder(complaints: Complaints, argument: str, path: Path, overwrite: b
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
-    """Write one file of torch. Raises RangeError if there is one already."""
-    complaints = Complaints("save")
+    """Write one file, by its name of safetensors or of torch. Raises RangeError if there is one already."""
+    complaints, write = Complaints("save"), _safetensors_writer() if path.suffix == ".safetensors" else torch.save
     check_file(complaints, "path", path, overwrite)
     complaints.raise_any()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        torch.save(_apart(tensors, tensors), Path(scratch) / path.name)
+        write(_apart(tensors, tensors), Path(scratch) / path.name)
         os.replace(Path(scratch) / path.name, path)
 
 
@@ -102,13 +102,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     Raises RangeError if the folder has such files already.
     """
-    try:
-        import numpy  # noqa: F401  # safetensors needs it to write
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingExtra.of("save", "safetensors and numpy", "models") from error
-    complaints = Complaints("save")
+    write, complaints = _safetensors_writer(), Complaints("save")
     present = check_folder(complaints, "path", path, overwrite)
     complaints.raise_any()
     path.mkdir(parents=True, exist_ok=True)
@@ -118,11 +112,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
         old.mkdir()
         files = dict(_files(tensors, shard))
         for name, inside in files.items():
-            try:
-                save_file(_apart(tensors, inside), new / name, {"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-            usual_mode(new / name)
+            write(_apart(tensors, inside), new / name)
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())
@@ -130,6 +120,24 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
         _write_json(new / CONFIG, config)
         written = sorted(new.iterdir(), key=lambda one: (one.name == CONFIG, one.name))
         _move([*((one, old / one.name) for one in present), *((one, path / one.name) for one in written)])
+
+
+def _safetensors_writer() -> Callable[[dict[str, Tensor], Path], None]:
+    """A function that writes a file of safetensors."""
+    try:
+        import numpy  # noqa: F401  # safetensors needs it to write
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtra.of("save", "safetensors and numpy", "models") from error
+
+    def write(tensors: dict[str, Tensor], path: Path) -> None:
+        try:
+            safetensors.torch.save_file(tensors, path, {"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from error
+        usual_mode(path)
+
+    return write
 
 
 def _move(pairs: Iterable[tuple[Path, Path]]) -> None:
