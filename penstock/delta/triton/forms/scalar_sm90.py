@@ -9,7 +9,7 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan, Sizes
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, C, Call, Forward
 from .chunks import start
@@ -38,9 +38,9 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def shared_by(call: Call) -> int:
-    """The heads of v that share one head of q and k."""
-    return call.H // int(call.p.sizes["G"])
+def key_heads(call: Call) -> int:
+    """The heads of q and k. Each is shared by as many heads of v."""
+    return int(call.p.sizes["G"])
 
 
 def columns(call: Call) -> tuple[int, int]:
@@ -58,21 +58,16 @@ def prepared(plan: Plan, call: Call, removals: bool) -> tuple[str, ...]:
     from ..sm90 import scalar_prepare
 
     p, slots, H, K = call.p, call.chunks(C), call.H, call.K
-    G = H // shared_by(call)
     b = plan.empty("solved_keys", slots, H, C, K, dtype=p.q.dtype)
     a = plan.empty("weights", slots, H, C, C, dtype=p.q.dtype)
     r = plan.empty("removals", slots, H, C, C, dtype=torch.float16) if removals else a
     reads = plan.empty("reads", slots, H, C)
     g, steps = gates(call)
-
-    def programs(s: Sizes) -> int:
-        return slots(s) * G
-
     plan.launch(
-        scalar_prepare.penstock_gdn_prepare_sm90, programs, ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, shared_by(call), *columns(call), *steps, *call.strides("beta")), 4,
+        scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
-        K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
+        registers=168 if removals else 128, K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
     )  # fmt: skip
     return b, a, r, reads
 
@@ -94,7 +89,7 @@ def _forward(call: Forward) -> Plan:
     plan.launch(
         scalar_walk.penstock_gdn_walk_sm90, call.programs(sequences, V // BV),
         ("k", "q", "v", b, a, output, "beta", reads, first or final, output, final, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, shared_by(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
+        (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
         (*[Tile(C, K)] * 2, Tile(C, BV), Tile(C, K, 3), Tile(C, C, 3), Tile(C, BV)),
         K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, PACKED=call.packed,
     )  # fmt: skip

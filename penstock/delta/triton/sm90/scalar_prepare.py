@@ -5,15 +5,16 @@ With D[t,s] = exp(sum s < u <= t of g_u), read_t = exp(sum u <= t) and rest_s = 
     A_q = scale q k^T o D (s <= t)          A_k = k k^T o D (s < t)          T = (I + diag(beta) A_k)^-1
     A   = A_q T                             B^T = T^T (k o rest) = (rest o T)^T k
 
-q k^T and k k^T are products of the tiles that the tensor memory accelerator copies, and heads of v that share q and k share them. Sums of
-decays have two parts (``gpu/hopper_decays.py``), so D is accurate for every decay.
+q k^T and k k^T are products of the tiles that the tensor memory accelerator copies. Heads of v that share q and k do not share them: the
+time is that of the inverse, which more programs on a multiprocessor hide. Sums of decays have two parts (``gpu/hopper_decays.py``), so D is
+accurate for every decay.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
@@ -59,8 +60,8 @@ def penstock_gdn_prepare_sm90(
     """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o rest) and read_t, of every chunk.
 
     Reads q, k [B,T,H / R,K] as TMA tiles [C,K], g and beta [B,T,H] by strides. Writes B^T [slots,H,C,K] and A [slots,H,C,C] in the dtype
-    of q, read_t [slots,H,C] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk, head of q and k): the
-    R heads of v that share it one after another. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
+    of q, read_t [slots,H,C] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk, head of v). ``q_h``
+    and ``k_h`` are K, or 0 if all heads share q and k.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     kind: gl.constexpr = q_tiles.dtype
@@ -68,11 +69,11 @@ def penstock_gdn_prepare_sm90(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    G = H // R
-    slot = gl.program_id(0) // G
-    group = gl.program_id(0) % G
+    slot = gl.program_id(0) // H
+    h = gl.program_id(0) % H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     b = n.to(gl.int64)
     if PACKED:
@@ -81,25 +82,24 @@ def penstock_gdn_prepare_sm90(
     if left <= 0:
         return
     row = (b * T + begin + done).to(gl.int32)
+    head = h.to(gl.int64)
+    place = slot.to(gl.int64) * H + h
     q_s = gl.allocate_shared_memory(kind, [C, K], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [C, K], k_tiles.layout)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-    a_s = gl.allocate_shared_memory(kind, [C, C], half)
-    n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     vectors = decay_vectors()
     loaded = barriers(1, 1)
     fence_async_shared()
     meet()
     mbarrier.expect(loaded.index(0), q_tiles.block_type.nbytes + k_tiles.block_type.nbytes)
-    async_load(q_tiles, [row, group * q_h], loaded.index(0), q_s)
-    async_load(k_tiles, [row, group * k_h], loaded.index(0), k_s)
+    async_load(q_tiles, [row, h // R * q_h], loaded.index(0), q_s)
+    async_load(k_tiles, [row, h // R * k_h], loaded.index(0), k_s)
     i = gl.arange(0, C, gl.SliceLayout(1, mma))
     j = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
-    first = group.to(gl.int64) * R
-    g += b * g_b + (begin + done) * g_t + first * g_h
-    beta += b * b_b + (begin + done) * b_t + first * b_h + i.to(gl.int64) * b_t
+    beta += b * b_b + (begin + done) * b_t + head * b_h + i.to(gl.int64) * b_t
+    rates = gl.load(beta, mask=i < left, other=0.0).to(gl.float32)[:, None]
+    vectors_of_chunk(g + b * g_b + (begin + done) * g_t + head * g_h, g_t, left, vectors, slot * 0, reads + place * C, DECAYS)
     mbarrier.wait(loaded.index(0), 0)
     if left < C:
         zero_rows_from(q_s, left, clean)
@@ -107,59 +107,45 @@ def penstock_gdn_prepare_sm90(
     fence_async_shared()
     meet()
     zero = gl.zeros([C, C], gl.float32, mma)
-    of_q = warpgroup_mma(q_s, k_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    of_k = warpgroup_mma(k_s, k_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    keys = k_s.load(clean).to(gl.float32).to(gl.float16)
-    of_q, of_k = warpgroup_mma_wait(0, [of_q, of_k])
+    weights = warpgroup_mma(q_s, k_s.permute((1, 0)), zero, use_acc=False) * scale
+    if DECAYS:
+        D = factors_between(vectors, slot * 0, 1.0, False, mma)
+        weights = weights * D
+    weights = operand(gl.where(i[:, None] >= j, weights, 0.0), mma)
+    pairs = warpgroup_mma(k_s, k_s.permute((1, 0)), zero, use_acc=False)
+    if DECAYS:
+        pairs = pairs * D
+    pairs = gl.where(i[:, None] > j, pairs, 0.0)
+    A = pairs * -rates
+    pairs = operand(pairs, mma)
     meet()  # q_s is free
-    keys_s = reinterpret(q_s, gl.float16, [C, K], half)
-    keys_s.store(keys)
-    b_s = k_s
+    n_s = reinterpret(q_s, gl.float32, [ROWS * ROWS, GROUPS], flat)
+    d_s = reinterpret(q_s.slice(C // 2, C // 2), gl.float16, [ROWS, GROUPS * ROWS], plain2)
+    N_s.store(A.to(gl.float16))
+    store_blocks(blocks_on_diagonal(A, mma), n_s)
+    meet()
+    merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
+    A = warpgroup_mma(weights, t_s, zero, use_acc=False).to(kind)
     if REMOVALS:
         r_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-
-    for r in range(R):
-        place = slot.to(gl.int64) * H + first + r
-        rates = gl.load(beta + r * b_h.to(gl.int64), mask=i < left, other=0.0).to(gl.float32)[:, None]
-        vectors_of_chunk(g + r * g_h.to(gl.int64), g_t, left, vectors, r % 2, reads + place * C, DECAYS)
-        meet()  # also: no product reads T and N of the head before
-        pairs = of_k
-        weights = of_q * scale
-        if DECAYS:
-            D = factors_between(vectors, r % 2, 1.0, False, mma)
-            pairs = pairs * D
-            weights = weights * D
-        pairs = gl.where(i[:, None] > j, pairs, 0.0)
-        weights = gl.where(i[:, None] >= j, weights, 0.0)
-        A = pairs * -rates
-        N_s.store(A.to(gl.float16))
-        store_blocks(blocks_on_diagonal(A, mma), n_s)
-        meet()
-        merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
-        A = warpgroup_mma(operand(weights, mma), t_s, zero, use_acc=False, is_async=True)
-        if REMOVALS:
-            removals = warpgroup_mma(operand(pairs, mma), t_s, zero, use_acc=False, is_async=True)
-        rested = t_s.load(mma)
-        if DECAYS:
-            rested = (rested.to(gl.float32) * vectors[3].index(r % 2).load(gl.SliceLayout(1, mma))[:, None]).to(gl.float16)
-        N_s.store(rested)
-        fence_async_shared()
-        tma.store_wait(0)
-        meet()
-        B = warpgroup_mma(N_s.permute((1, 0)), keys_s, gl.zeros([C, K], gl.float32, wide), use_acc=False, is_async=True)
-        if REMOVALS:
-            A, removals = warpgroup_mma_wait(1, [A, removals])
-            r_s.store(removals.to(gl.float16))
-        else:
-            A = warpgroup_mma_wait(1, [A])
-        a_s.store(A.to(kind))
-        B = warpgroup_mma_wait(0, [B])
-        b_s.store(B.to(kind))
-        fence_async_shared()
-        meet()
-        at = (place * C).to(gl.int32)
-        async_store(a_tiles, [at, 0], a_s)
-        async_store(b_tiles, [at, 0], b_s)
-        if REMOVALS:
-            async_store(r_tiles, [at, 0], r_s)
+        r_s.store(warpgroup_mma(pairs, t_s, zero, use_acc=False).to(gl.float16))
+    keys_s = reinterpret(q_s, gl.float16, [C, K], half)
+    keys_s.store(k_s.load(clean).to(gl.float32).to(gl.float16))
+    rested = t_s.load(mma)
+    if DECAYS:
+        rested = (rested.to(gl.float32) * vectors[3].index(0).load(gl.SliceLayout(1, mma))[:, None]).to(gl.float16)
+    N_s.store(rested)
+    fence_async_shared()
+    meet()
+    a_s = reinterpret(t_s, kind, [C, C], half)
+    a_s.store(A)
+    B = warpgroup_mma(N_s.permute((1, 0)), keys_s, gl.zeros([C, K], gl.float32, wide), use_acc=False)
+    k_s.store(B.to(kind))
+    fence_async_shared()
+    meet()
+    at = (place * C).to(gl.int32)
+    async_store(a_tiles, [at, 0], a_s)
+    async_store(b_tiles, [at, 0], k_s)
+    if REMOVALS:
+        async_store(r_tiles, [at, 0], r_s)
     tma.store_wait(0)

@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet
+from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
-from ....gpu.tiles import slot_of, tokens_of
 from .layouts import C
+from .programs import vectors_of, walk_of_program
 
 
 @gluon.jit
@@ -26,15 +26,6 @@ def load_chunk(tiles, rings, bars, place, c):
     at = (first + c * H) * C
     line = row + c * C
     load_tiles(tiles, rings, bars, ([line, columns[0]], [line, columns[1]], [line, columns[2]], [at, 0], [at, 0]), c, c < chunks)
-
-
-@gluon.jit
-def vectors_of(beta, reads, t, tokens, b_t, step):
-    """beta and read_t of the chunk that begins at token t: beta [C] is 0 after the last token, of the last chunk and of no chunk."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i = gl.arange(0, C, line)
-    rates = gl.load(beta + (t + i).to(gl.int64) * b_t, mask=t + i < tokens, other=0.0).to(gl.float32)
-    return rates, gl.load(reads + (t // C) * step + i, mask=i * 0 + t < tokens, other=1.0)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "b_b", "b_t", "b_h"])
@@ -52,22 +43,16 @@ def penstock_gdn_walk_sm90(
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(BV == 16 * WARPS)
     kind: gl.constexpr = v_tiles.dtype
-    NV: gl.constexpr = V // BV
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
     by_token: gl.constexpr = gl.SliceLayout(0, out_mma)
+    clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    pid = gl.program_id(0)
-    vb = pid % NV
-    slot = pid // NV // H
-    h = pid // NV % H
-    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED)
     head = h.to(gl.int64)
-    owner = slot.to(gl.int64)
-    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     q_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
@@ -81,7 +66,6 @@ def penstock_gdn_walk_sm90(
     tiles = (k_tiles, q_tiles, v_tiles, b_tiles, a_tiles)
     fence_async_shared()
     meet()
-    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
     value_column = h * V + vb * BV
     place = ((b * T + row).to(gl.int32), (h // R * k_h, h // R * q_h, value_column), first_chunk.to(gl.int32), H, chunks)
     for m in gl.static_range(STAGES):
@@ -99,32 +83,50 @@ def penstock_gdn_walk_sm90(
     step = H.to(gl.int64) * C
     column = gl.arange(0, C, by_token)[None, :]
     line_of = gl.arange(0, BV, gl.SliceLayout(1, out_mma))[:, None]
-    rates, factors = vectors_of(beta, reads, chunks * 0, tokens, b_t, step)
+    rates, factors = vectors_of(beta, reads, chunks * 0, tokens, b_t, step, chunks > 0)
     rate_s.index(0).store(rates)
     read_s.index(0).store(factors)
     total = gl.load(reads + (C - 1), mask=chunks > 0, other=1.0)
     output += ((b * T + row) * H + head) * V + vb * BV
+    done = gl.zeros([BV, C], kind, out_mma)
     for c in range(chunks):
         s = c % STAGES
         t = c * C
         phase = (c // STAGES) & 1
-        rates, factors = vectors_of(beta, reads, t + C, tokens, b_t, step)
+        rates, factors = vectors_of(beta, reads, c + 1, tokens, b_t, step, c + 1 < chunks)
         next_total = gl.load(reads + (c + 1) * step + (C - 1), mask=c + 1 < chunks, other=1.0)
         L = gl.convert_layout(S.to(kind), left, assert_trivial=True)
         mbarrier.wait(bars[0].index(s), phase)
+        if t + C > tokens:  # rows after the last token are padding, or belong to another sequence
+            mbarrier.wait(bars[2].index(s), phase)
+            zero_rows_from(k_s.index(s), tokens - t, clean)
+            zero_rows_from(v_s.index(s), tokens - t, clean)
+            fence_async_shared()
+            meet()
         Y = gl.zeros([BV, C], gl.float32, out_mma)
         Y = warpgroup_mma(L, k_s.index(s).permute((1, 0)), Y, use_acc=False, is_async=True)
         mbarrier.wait(bars[1].index(s), phase)
         O = gl.zeros([BV, C], gl.float32, out_mma)
         O = warpgroup_mma(L, q_s.index(s).permute((1, 0)), O, use_acc=False, is_async=True)
+        if c > 0:  # while the tensor cores compute, the chunk before is stored
+            tma.store_wait(0)
+            expect(tiles, bars, c - 1 + STAGES, c - 1 + STAGES < chunks)
+            meet()
+            out_s.permute((1, 0)).store(done)
+            fence_async_shared()
+            meet()
+            load_chunk(tiles, rings, bars, place, c - 1 + STAGES)
+            async_store(o_tiles, [place[0] + t - C, value_column], out_s)
+        else:
+            meet()  # the vectors are stored
         mbarrier.wait(bars[2].index(s), phase)
-        meet()  # the vectors are stored
-        X = v_s.index(s).permute((1, 0)).load(out_mma).to(gl.float32)
         rate = rate_s.index(c & 1).load(by_token)[None, :]
         read = read_s.index(c & 1).load(by_token)[None, :]
+        X = v_s.index(s).permute((1, 0)).load(out_mma).to(gl.float32) * rate
+        rate = rate * read
         S = S * total
         Y = warpgroup_mma_wait(1, [Y])
-        X = gl.where(t + column < tokens, (X - Y * read) * rate, 0.0).to(kind)
+        X = (X - Y * rate).to(kind)
         X = gl.convert_layout(X, left, assert_trivial=True)
         mbarrier.wait(bars[3].index(s), phase)
         S = warpgroup_mma(X, b_s.index(s), S, is_async=True)
@@ -132,21 +134,12 @@ def penstock_gdn_walk_sm90(
         O = O * (read * scale)
         mbarrier.wait(bars[4].index(s), phase)
         O = warpgroup_mma(X, a_s.index(s).permute((1, 0)), O, is_async=True)
-        S, O, X = warpgroup_mma_wait(0, [S, O, X])
-        tma.store_wait(0)
-        meet()
-        expect(tiles, bars, c + STAGES, c + STAGES < chunks)
         rate_s.index((c + 1) & 1).store(rates)
         read_s.index((c + 1) & 1).store(factors)
         total = next_total
-        O = O.to(kind)
-        out_s.permute((1, 0)).store(O)
-        fence_async_shared()
-        meet()
-        load_chunk(tiles, rings, bars, place, c + STAGES)
-        if t + C <= tokens:
-            async_store(o_tiles, [place[0] + t, value_column], out_s)
-        else:
-            gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, O, mask=t + column < tokens)
+        S, O, X = warpgroup_mma_wait(0, [S, O, X])
+        done = O.to(kind)
+    t = (chunks - 1) * C
+    gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, done, mask=(t + column < tokens) & (chunks > 0))
     gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)
