@@ -8,11 +8,13 @@ import torch
 from deltas import Delta, oracle, rounding_errors
 from emulated import gluon
 
+from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
+from penstock.delta.triton import answers, plan
 from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms import scalar_sm90
 from penstock.gpu.hopper import without_gluon
-from penstock.gpu.target import Target
+from penstock.gpu.target import Target, standing_in
 
 pytestmark = [
     pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),
@@ -75,10 +77,26 @@ def test_blocks_of_value_channels_change_no_bit(case):
 
 def test_heads_of_a_group_are_those_of_repeated_keys():
     problem = problem_of(replace(OF, B=2, T=70, H=4, G=2))
-    whole = problem.with_tensors({name: getattr(problem, name).repeat_interleave(2, 2) for name in ("q", "k")})
-    whole.sizes = {**problem.sizes, "G": 4}
+    repeated = run(of_every_head(problem))
     for name, x in run(problem).items():
-        assert torch.equal(x, run(whole)[name]), name
+        assert torch.equal(x, repeated[name]), name
+
+
+@pytest.mark.parametrize(("variant", "taken"), [("gated_delta_rule", True), ("delta_rule", True), ("kda", False)])
+def test_heads_of_a_group_are_not_repeated(variant, taken):
+    problem = problem_of(replace(OF, variant=variant, H=4, G=2))
+    d_output = torch.zeros_like(problem.v)
+    with standing_in(H200):
+        for mode in ("forward", "backward"):
+            assert answers.take_groups(answers.CHUNKWISE, problem, mode, d_output if mode == "backward" else None) is taken
+        assert not answers.take_groups(answers.CHUNKWISE, problem, "backward", d_output.transpose(1, 2).contiguous().transpose(1, 2))
+    with standing_in(A100):
+        assert not answers.take_groups(answers.CHUNKWISE, problem_of(replace(OF, H=4, G=2, T=3)), "forward", None)
+
+
+def test_is_the_form_of_calls_on_hopper():
+    assert plan.chunk_forward_plan(problem_of(replace(OF, H=4, G=2)), H200).forms == ["gdn_prepare_sm90"]
+    assert plan.chunk_forward_plan(problem_of(OF), A100).forms == ["delta_chunks"]
 
 
 @pytest.mark.parametrize(
