@@ -28,6 +28,16 @@ def load_step(tiles, rings, bars, place, m):
     load_tiles(tiles, rings, bars, ([at, 0], [line, columns[0]], [at, 0], [line, columns[1]], [line, columns[2]]), m, m < chunks)
 
 
+@gluon.jit
+def store_step(y_tiles, dS_tiles, out_s, state_s, place, m, tokens, vb, V: gl.constexpr, BV: gl.constexpr, COPIES: gl.constexpr):
+    """Start the stores of step m: dS' after its chunk and, if the chunk has C tokens, Y."""
+    row, columns, first, H, chunks = place
+    c = chunks - 1 - m
+    async_store(dS_tiles, [(first + c * H) * V + vb * BV, 0], state_s.index(m % COPIES))
+    if (c + 1) * C <= tokens:
+        async_store(y_tiles, [row + c * C, columns[0]], out_s.index(m % COPIES))
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_reverse_sm90(
     b_tiles, o_tiles, a_tiles, q_tiles, k_tiles, y_tiles, dS_tiles, beta, reads, d_final_state, d_values, d_initial_state, cu_seqlens,
@@ -70,8 +80,7 @@ def penstock_gdn_reverse_sm90(
     tiles = (b_tiles, o_tiles, a_tiles, q_tiles, k_tiles)
     fence_async_shared()
     meet()
-    value_column = h * V + vb * BV
-    place = ((b * T + row).to(gl.int32), (value_column, h // R * q_h, h // R * k_h), first_chunk.to(gl.int32), H, chunks)
+    place = ((b * T + row).to(gl.int32), (h * V + vb * BV, h // R * q_h, h // R * k_h), first_chunk.to(gl.int32), H, chunks)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
@@ -114,8 +123,15 @@ def penstock_gdn_reverse_sm90(
         L = gl.convert_layout(rounded, left, assert_trivial=True)
         mbarrier.wait(bars[0].index(s), phase)
         Z = warpgroup_mma(L, b_s.index(s).permute((1, 0)), Z, is_async=True)
-        tma.store_wait(2 * (COPIES - 1))
+        tma.store_wait(0)
+        if COPIES == 2:  # while the tensor cores compute: stores of the chunk after this one, and loads into its memory
+            expect(tiles, bars, m - 1 + STAGES, (m > 0) & (m - 1 + STAGES < chunks))
+            fence_async_shared()
         meet()  # the vectors are stored, and the stores that used the same memory are done
+        if COPIES == 2:
+            if m > 0:
+                load_step(tiles, rings, bars, place, m - 1 + STAGES)
+                store_step(y_tiles, dS_tiles, out_s, state_s, place, m - 1, tokens, vb, V, BV, COPIES)
         state_s.index(m % COPIES).store(rounded)
         rate = rate_s.index(m & 1).load(by_token)[None, :]
         read = rate * read_s.index(m & 1).load(by_token)[None, :]
@@ -132,14 +148,18 @@ def penstock_gdn_reverse_sm90(
         read_s.index((m + 1) & 1).store(factors)
         total = next_total
         dS, scaled, minus = warpgroup_mma_wait(0, [dS, scaled, minus])
-        expect(tiles, bars, m + STAGES, m + STAGES < chunks)
+        if t + C > tokens:
+            gl.store(d_values + (t + column) * (H.to(gl.int64) * V) + line_of, Y, mask=t + column < tokens)
+        if COPIES == 1:
+            expect(tiles, bars, m + STAGES, m + STAGES < chunks)
+            fence_async_shared()
+            meet()
+            load_step(tiles, rings, bars, place, m + STAGES)
+            store_step(y_tiles, dS_tiles, out_s, state_s, place, m, tokens, vb, V, BV, COPIES)
+    if COPIES == 2:
         fence_async_shared()
         meet()
-        load_step(tiles, rings, bars, place, m + STAGES)
-        async_store(dS_tiles, [(place[2] + c * H) * V + vb * BV, 0], state_s.index(m % COPIES))
-        if t + C <= tokens:
-            async_store(y_tiles, [place[0] + t, value_column], out_s.index(m % COPIES))
-        else:
-            gl.store(d_values + (t + column) * (H.to(gl.int64) * V) + line_of, Y, mask=t + column < tokens)
+        if chunks > 0:
+            store_step(y_tiles, dS_tiles, out_s, state_s, place, last, tokens, vb, V, BV, COPIES)
     gl.store(d_initial_state + (owner * H + head) * (K * V) + dk * V + dv, dS)
     tma.store_wait(0)

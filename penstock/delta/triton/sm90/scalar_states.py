@@ -25,6 +25,14 @@ def load_chunk(tiles, rings, bars, place, c):
     load_tiles(tiles, rings, bars, ([line, key_column], [line, value_column], [(first + c * H) * C, 0]), c, c < chunks)
 
 
+@gluon.jit
+def store_chunk(x_tiles, S_tiles, out_s, state_s, place, c, vb, V: gl.constexpr, BV: gl.constexpr):
+    """Start the stores of chunk c: X, and the state before it."""
+    chunk = place[3] + c * place[4]
+    async_store(x_tiles, [chunk * C, vb * BV], out_s.index(c & 1))
+    async_store(S_tiles, [chunk * V + vb * BV, 0], state_s.index(c & 1))
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "k_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_states_sm90(
     k_tiles, v_tiles, b_tiles, x_tiles, S_tiles, beta, reads, initial_state, cu_seqlens, N, T, H, R, k_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
@@ -96,9 +104,15 @@ def penstock_gdn_states_sm90(
             meet()
         Y = gl.zeros([BV, C], gl.float32, out_mma)
         Y = warpgroup_mma(L, k_s.index(s).permute((1, 0)), Y, use_acc=False, is_async=True)
-        tma.store_wait(2)
+        # while the tensor cores compute: stores of the chunk before, and loads into its memory
+        tma.store_wait(0)
+        expect(tiles, bars, c - 1 + STAGES, (c > 0) & (c - 1 + STAGES < chunks))
+        fence_async_shared()
+        meet()
+        if c > 0:
+            load_chunk(tiles, rings, bars, place, c - 1 + STAGES)
+            store_chunk(x_tiles, S_tiles, out_s, state_s, place, c - 1, vb, V, BV)
         mbarrier.wait(bars[1].index(s), phase)
-        meet()  # the vectors are stored, and the stores before those of the last chunk are done
         state_s.index(c & 1).store(rounded)
         rate = rate_s.index(c & 1).load(by_token)[None, :]
         read = read_s.index(c & 1).load(by_token)[None, :]
@@ -114,11 +128,8 @@ def penstock_gdn_states_sm90(
         read_s.index((c + 1) & 1).store(factors)
         total = next_total
         S = warpgroup_mma_wait(0, [S])
-        expect(tiles, bars, c + STAGES, c + STAGES < chunks)
-        fence_async_shared()
-        meet()
-        load_chunk(tiles, rings, bars, place, c + STAGES)
-        chunk = place[3] + c * H
-        async_store(x_tiles, [chunk * C, vb * BV], out_s.index(c & 1))
-        async_store(S_tiles, [chunk * V + vb * BV, 0], state_s.index(c & 1))
+    fence_async_shared()
+    meet()
+    if chunks > 0:
+        store_chunk(x_tiles, S_tiles, out_s, state_s, place, chunks - 1, vb, V, BV)
     tma.store_wait(0)
