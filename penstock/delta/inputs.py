@@ -141,16 +141,27 @@ def never_raw(p: Any, mode: Mode) -> str | None:
     return "it computes the log decay, beta and normalised q and k from raw inputs before its own pass"
 
 
+def always_groups(p: Any, mode: Mode, d_output: Tensor | None) -> bool:
+    """For ``groups``: an implementation whose every pass takes them."""
+    return True
+
+
+def never_groups(p: Any, mode: Mode, d_output: Tensor | None) -> bool:
+    """The default of ``groups``."""
+    return False
+
+
 def prepared(
     one: Implementation,
     raw: Callable[[Any, Mode], str | None] = never_raw,
-    groups: bool = False,
+    groups: Callable[[Any, Mode, Tensor | None], bool] = never_groups,
     wide: bool = False,
 ) -> Implementation:
     """The implementation of all calls, from one of canonical problems with q, k, a and b of every head of v.
 
-    ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether it takes q, k, a and b of groups.
-    ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they are rounded to the dtype of q.
+    ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether a pass takes q, k, a and b of groups,
+    given the gradient of the output where it is known. ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they
+    are rounded to the dtype of q.
 
     Its ``backward`` returns ``Gradients``; of its ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
@@ -171,8 +182,8 @@ def prepared(
             made.__dict__["seen"] = seen.bound[key]
         return made
 
-    def whole(p: P) -> P:
-        if groups:
+    def whole(p: P, mode: Mode, d_output: Tensor | None = None) -> P:
+        if p.sizes["G"] == p.sizes["H"] or groups(p, mode, d_output):
             return p
         made = of_every_head(p)
         seen = None if made is p else p.__dict__.get("seen")
@@ -186,14 +197,14 @@ def prepared(
         """The problem that would be computed."""
         if is_raw(p) and raw(p, mode) is not None:
             p = canonical(p, uncomputed(p, wide))
-        return p if groups else of_every_head(p)
+        return p if groups(p, mode, None) else of_every_head(p)
 
     def forward(p: Any) -> Tensors:
-        return one.forward(whole(ready(p, "forward")))
+        return one.forward(whole(ready(p, "forward"), "forward"))
 
     def forward_with_residuals(p: Any) -> tuple[Tensors, Tensors]:
         assert one.forward_with_residuals is not None
-        return one.forward_with_residuals(whole(ready(p, "forward")))
+        return one.forward_with_residuals(whole(ready(p, "forward"), "forward"))
 
     def backward(p: Any, upstream: Upstream) -> Tensors:
         assert one.backward is not None
@@ -201,7 +212,7 @@ def prepared(
 
     def in_place(p: Any) -> Tensor:
         assert one.advance is not None
-        return one.advance(whole(ready(p, "advance")))
+        return one.advance(whole(ready(p, "advance"), "advance"))
 
     def refuses(p: Any, mode: Mode) -> str | None:
         return refuses_options(p) or one.refuses(planned(p, mode), mode)
@@ -228,7 +239,7 @@ def prepared(
 
 def _backward(
     backward: Callable[[Any, Upstream], Tensors], p: Any, upstream: Upstream, staged: bool, wide: bool,
-    known: Callable[[Any, Any], Any], whole: Callable[[Any], Any],
+    known: Callable[[Any, Any], Any], whole: Callable[..., Any],
 ) -> Tensors:  # fmt: skip
     """Gradients of all differentiable arguments, from those of the canonical problem."""
     names = [one.name for one in p.signature.arguments if one.gradient]
@@ -244,7 +255,9 @@ def _backward(
                 made = computed(p.with_tensors(leaves), wide)
             p = known(p, canonical(p, {name: x.detach() for name, x in made.items()}))
         flags = tuple([wanted[name] for name in Gradients._fields])
-        found = dict(zip(Gradients._fields, _of_groups(p, backward(whole(p), upstream._replace(wanted=flags)))))
+        found = dict(
+            zip(Gradients._fields, _of_groups(p, backward(whole(p, "backward", upstream.gradients[0]), upstream._replace(wanted=flags))))
+        )
         pairs = [(x, d.to(x.dtype)) for name, x in made.items() if (d := found.pop(name)) is not None]
         if pairs:
             through = torch.autograd.grad([x for x, _ in pairs], [*leaves.values()], [d for _, d in pairs], allow_unused=True)

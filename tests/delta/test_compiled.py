@@ -46,3 +46,41 @@ def test_forward_kernels_compile_almost_without_spills():
         spill, shared = map(int, line.split()[:2])
         assert spill <= 8, line
         assert shared <= 232448, line
+
+
+SCALAR = """
+import torch
+
+from penstock.delta.operators import DELTA
+from penstock.delta.triton import plan
+from penstock.gpu.plan import Planned
+from penstock.gpu.target import Target
+from penstock.tune.ahead import jobs, resources
+
+for variant, D, programs, packed in (("gated_delta_rule", 128, 132, False), ("gated_delta_rule", 128, 2, True),
+                                     ("delta_rule", 64, 132, False)):
+    target = Target("sm_90", programs, 232448)
+    q, k, v = (torch.zeros(1, 150, heads, D, dtype=torch.bfloat16) for heads in (1, 1, 2))
+    given = {"q": q, "k": k, "v": v, "beta": torch.zeros(1, 150, 2), "cu_seqlens": torch.tensor([0, 5, 150]) if packed else None}
+    given["g"] = torch.zeros(1, 150, 2) if variant == "gated_delta_rule" else None
+    problem = DELTA.checked(variant, [given.get(name) for name in DELTA.names], (None, True, False, False, False, None))
+    tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)} | {"d_output": v}
+    for made in (plan.chunk_forward_plan(problem, target), plan.chunk_backward_plan(problem, v, None, target)):
+        for job in jobs(Planned(made.at(problem.sizes), tensors), "sm_90"):
+            found = resources(job)
+            print(found.spill, found.shared, job.kernel)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_kernels_without_decays_per_channel_compile_almost_without_spills():
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCALAR], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    names = [f"penstock_gdn_{name}_sm90" for name in ("prepare", "walk", "prepare", "states", "reverse", "gradients")]
+    assert [line.rpartition(".")[2] for line in lines] == names * 3
+    for line in lines:
+        spill, shared = map(int, line.split()[:2])
+        assert spill <= 72, line
+        assert shared <= 232448, line

@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.call.implementation import Implementation, Upstream
 from penstock.delta import chunkwise, inputs
 from penstock.delta.gradients import Gradients
-from penstock.delta.inputs import of_every_head, prepared
+from penstock.delta.inputs import always_groups, of_every_head, prepared
 from penstock.delta.operators import DELTA
 
 FLOAT64 = torch.float64
@@ -121,7 +121,7 @@ def test_implementations_get_canonical_problems(raw, monkeypatch):
 
 
 def test_implementations_that_read_raw_inputs_and_groups(monkeypatch):
-    one, seen = canonical_only(raw=lambda p, mode: None if mode == "forward" else "its backward kernel does not", groups=True)
+    one, seen = canonical_only(raw=lambda p, mode: None if mode == "forward" else "its backward kernel does not", groups=always_groups)
     case = Delta("gated_delta_rule", B=1, T=5, H=4, G=2, K=4, V=4, raw=True)
     problem = DELTA.checked(case.variant, [case.tensors().get(name) for name in DELTA.names], case.options)
     assert [verdict.reason for verdict in one.verdicts(problem, "forward")] == [None]

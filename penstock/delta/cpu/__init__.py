@@ -17,7 +17,7 @@ from ...cpu import Strided, run, unavailable
 from ...tokens.sharing import over_groups
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import SHARED, prepared
+from ..inputs import SHARED, always_groups, prepared
 
 _INPUTS = ("q", "k", "v", "g", "beta", "a", "b")
 _TENSORS = (
@@ -137,6 +137,6 @@ IMPLEMENTATION = prepared(
         backward=backward,
         advance=advance,
     ),
-    groups=True,
+    groups=always_groups,
     wide=True,
 )

@@ -52,6 +52,12 @@ def _lists(chunkwise: bool) -> Any:
     return _answers().CHUNKWISE if chunkwise else _answers().RECURRENT
 
 
+def _groups(p: DeltaTokens, mode: Mode, d_output: Tensor | None, chunkwise: bool) -> bool:
+    if gpu_refuses(p.q) is not None or nothing(p):
+        return False
+    return _answers().take_groups(_lists(chunkwise), p, mode, d_output)  # type: ignore[no-any-return]
+
+
 def _verdicts(p: DeltaTokens, mode: Mode, chunkwise: bool) -> tuple[FormVerdict, ...]:
     return _answers().verdicts(_lists(chunkwise), p, mode)  # type: ignore[no-any-return]
 
@@ -119,7 +125,8 @@ RECURRENT = prepared(
         operands=_recurrent_operands,
         forms=partial(_forms, False),
         verdicts=partial(_verdicts, chunkwise=False),
-    )
+    ),
+    groups=partial(_groups, chunkwise=False),
 )
 CHUNKWISE = prepared(
     Implementation(
@@ -133,5 +140,6 @@ CHUNKWISE = prepared(
         operands=_operands,
         forms=partial(_forms, True),
         verdicts=partial(_verdicts, chunkwise=True),
-    )
+    ),
+    groups=partial(_groups, chunkwise=True),
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
+from torch import Tensor
+
 from ...call.implementation import FormVerdict, Listed, Mode
+from ...call.memory import exact
 from ...gpu import forms
 from ...gpu.forms import Part
 from ...gpu.target import Target
@@ -34,6 +37,20 @@ def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> 
     """Why no form of a list takes a problem, or None."""
     call = CALLS[mode].of(p, Target.of(p.q.device))
     return next((reason for _, among in _asked(parts, p, mode) if (reason := forms.refusal(among, call)) is not None), None)
+
+
+def take_groups(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> bool:
+    """Whether a form of each list takes heads of q and k that groups share as they are. Equal calls share the answer."""
+    seen = p.__dict__.get("seen")
+    key = "groups", id(parts), mode, exact((d_output,))
+    if seen is not None and key in seen.bound:
+        return bool(seen.bound[key])
+    more = {"d_output": d_output} if mode == "backward" else {}
+    call = CALLS[mode].of(p, Target.of(p.q.device), **more)
+    found = all(forms.refusal(among, call) is None for _, among in _asked(parts, p, mode))
+    if seen is not None:
+        seen.bound[key] = found
+    return found
 
 
 def verdicts(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> tuple[FormVerdict, ...]:

@@ -52,6 +52,11 @@ class Call(TokenCall):
         return self.p.variant.removal == "after"  # type: ignore[no-any-return]
 
     @property
+    def grouped(self) -> str | None:
+        """The reason of forms that do not take heads of q and k that groups share."""
+        return None if self.p.sizes["G"] == self.H else "it takes q and k of every head of v"
+
+    @property
     def BK(self) -> int:
         """Key channels of a tile."""
         return power(self.K, LEAST)

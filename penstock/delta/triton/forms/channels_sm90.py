@@ -42,7 +42,7 @@ def refuses(call: Call) -> str | None:
             return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
     if p.sizes["H"] > 1 and (p.q.stride(2) == 0) != (p.k.stride(2) == 0):
         return "q and k must have the same heads"
-    return None
+    return call.grouped
 
 
 def _forward(call: Forward) -> Plan:

@@ -21,7 +21,7 @@ WIDEST = 128
 
 def refuses(call: Call) -> str | None:
     """All key channels of a head are one tile."""
-    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else None
+    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:

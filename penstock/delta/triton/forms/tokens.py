@@ -27,7 +27,7 @@ WIDEST = 256
 
 def refuses(call: Call) -> str | None:
     """All key channels of a head are in one program."""
-    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else None
+    return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
 def _launch(

@@ -41,7 +41,7 @@ from .columns import (
 )
 from .layouts import GROUPS, ROWS, C
 from .levels import far_level, near_levels
-from .states import nonzero
+from .programs import nonzero
 
 W = gl.constexpr(64)  # key channels of a program
 

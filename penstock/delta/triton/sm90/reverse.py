@@ -14,9 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_store, meet
 from ....gpu.ring import barriers, expect, load_tiles
-from ....gpu.tiles import slot_of, tokens_of
 from .layouts import C
-from .states import nonzero
+from .programs import nonzero, walk_of_program
 
 STAGES = gl.constexpr(2)
 
@@ -51,14 +50,8 @@ def penstock_kda_reverse_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    pid = gl.program_id(0)
-    vb = pid % NV
-    slot = pid // NV // H
-    h = pid // NV % H
-    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, NV, PACKED)
     head = h.to(gl.int64)
-    owner = slot.to(gl.int64)
-    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     b_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     do_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
     a_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
@@ -73,7 +66,6 @@ def penstock_kda_reverse_sm90(
     tiles = (b_tiles, o_tiles, a_tiles, q_tiles, k_tiles)
     fence_async_shared()
     meet()
-    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
     place = ((b * T + row).to(gl.int32), h * V + vb * C, first_chunk.to(gl.int32), H, chunks)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)

@@ -13,16 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_store, meet
 from ....gpu.ring import barriers, expect, load_tiles
-from ....gpu.tiles import slot_of, tokens_of
 from .layouts import C
+from .programs import nonzero, walk_of_program
 
 STAGES = gl.constexpr(3)
-
-
-@gluon.jit
-def nonzero(beta):
-    """beta, at least 2^-100 in absolute value: what is divided by it later has the same factor."""
-    return gl.where(gl.abs(beta) < 2.0**-100, 2.0**-100, beta)
 
 
 @gluon.jit
@@ -52,13 +46,8 @@ def penstock_kda_states_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    pid = gl.program_id(0)
-    vb = pid % NV
-    slot = pid // NV // H
-    h = pid // NV % H
-    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, NV, PACKED)
     head = h.to(gl.int64)
-    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     b_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
@@ -71,7 +60,6 @@ def penstock_kda_states_sm90(
     tiles = (k_tiles, b_tiles, v_tiles)
     fence_async_shared()
     meet()
-    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
     place = ((b * T + row).to(gl.int32), h * V + vb * C, first_chunk.to(gl.int32), H, chunks)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
@@ -82,7 +70,7 @@ def penstock_kda_states_sm90(
     dv = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] + vb * C
     S = gl.zeros([C, K], gl.float32, mma)
     if INITIAL:
-        at = initial_state + slot.to(gl.int64) * s_n + head * s_h
+        at = initial_state + owner * s_n + head * s_h
         S = gl.load(at + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
     channel = gl.arange(0, K, line)
     token = gl.arange(0, C, line)

@@ -34,21 +34,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ....gpu.hopper_decays import C, decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, reinterpret, unknown
 from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
-from .scalar_decays import (
-    C,
-    decay_vectors,
-    factors_between,
-    gradients_of_decays,
-    log_decays,
-    place_of_decays,
-    store_decays,
-    sums_of_decays,
-    zero_padding,
-)
+from .scalar_decays import place_of_decays, store_decays, zero_padding
 
 STAGES = gl.constexpr(1)
 

@@ -1,0 +1,78 @@
+"""The backward pass of gated DeltaNet and DeltaNet on Hopper, in four launches for every gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ....gpu.forms import Form
+from ....gpu.hopper import Tile, absent, tiled
+from ....gpu.plan import Plan
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import NONE, Backward, C
+from . import scalar_sm90
+from .chunks import start
+from .scalar_sm90 import block, columns, gates, key_heads, prepared
+
+
+def refuses(call: Backward) -> str | None:
+    """Also the gradient of the output is copied in tiles."""
+    reason = scalar_sm90.refuses(call)
+    if reason is None and call.p.groups:
+        return "it takes the heads of q and k that groups share as they are"
+    if reason is None and call.d_output is not None and not tiled(call.d_output):
+        return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
+    return reason
+
+
+def _backward(call: Backward) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``. The forward pass keeps nothing but its inputs.
+
+    ``prepare``: A, A_k T and B^T, all chunks in parallel. ``states``: X and the states before chunks, again. ``reverse``: dv and the
+    gradients of the states after chunks. ``gradients``: the others, all chunks in parallel; dq and dk are those of the heads of q and k.
+    """
+    from ..sm90 import scalar_gradients, scalar_reverse, scalar_states
+
+    plan, p, H, K, V, slots, BV, G = Plan(), call.p, call.H, call.K, call.V, call.chunks(C), block(call), key_heads(call)
+    d_final, kind, R = call.d_final_state, p.q.dtype, H // G
+    assert p.beta is not None
+
+    def like(name: str, *shape: int, dtype: torch.dtype) -> str:
+        return plan.empty(name, batch, tokens, *shape, dtype=dtype)
+
+    dq, dk, dv = like("dq", G, K, dtype=kind), like("dk", G, K, dtype=kind), like("dv", H, V, dtype=p.v.dtype)
+    dbeta = like("dbeta", H, dtype=p.beta.dtype)
+    dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
+    d_initial = plan.empty("d_initial_state", sequences, H, K, V)
+    b, a, r, reads = prepared(plan, call, removals=True)
+    x = plan.empty("x", slots, H, C, V, dtype=kind)
+    S, dS = (plan.empty(name, slots, H, V, K, dtype=kind) for name in ("chunk_states", "d_chunk_states"))
+    first, steps = start(call)
+    last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
+    (q_h, k_h), rates, (g, g_steps) = columns(call), call.strides("beta"), gates(call)
+    chunk, values, state, walk = Tile(C, K), Tile(C, BV), Tile(BV, K, 3), call.programs(sequences, V // BV)
+
+    plan.launch(
+        scalar_states.penstock_gdn_states_sm90, walk, ("k", "v", b, x, S, "beta", reads, first or d_initial, "cu_seqlens"),
+        (sequences, tokens, H, R, k_h, *rates, *steps), BV // 16, (chunk, values, Tile(C, K, 3), Tile(C, BV, 3), state),
+        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, PACKED=call.packed,
+    )  # fmt: skip
+    plan.launch(
+        scalar_reverse.penstock_gdn_reverse_sm90, walk,
+        (b, "d_output", a, "q", "k", dv, dS, "beta", reads, last, dv, d_initial, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, R, q_h, k_h, *rates, *last_steps), BV // 16,
+        (Tile(C, K, 3), values, Tile(C, C, 3), chunk, chunk, values, state),
+        K=K, V=V, BV=BV, STAGES=2, COPIES=2 if BV == C else 1, FINAL=d_final is not None, PACKED=call.packed,
+    )  # fmt: skip
+    plan.launch(
+        scalar_gradients.penstock_gdn_gradients_sm90, lambda s: slots(s) * G,
+        ("q", "k", x, dv, "d_output", r, S, dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, R, q_h, k_h, *g_steps, *rates), 8,
+        (chunk, chunk, Tile(C, V, 3), *[Tile(C, V)] * 2, Tile(C, C, 3), *[Tile(V, K, 3)] * 2, chunk, chunk),
+        K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
+    )  # fmt: skip
+    return plan
+
+
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_bwd_sm90", _backward, absent, refuses, examples=scalar_sm90.EXAMPLES)

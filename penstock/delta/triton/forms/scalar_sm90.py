@@ -1,0 +1,101 @@
+"""The forward pass of gated DeltaNet and DeltaNet on Hopper, for every gate: ``sm90/scalar_prepare.py``, then ``sm90/scalar_walk.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ....call.implementation import Example
+from ....gpu.forms import Form
+from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
+from ....gpu.plan import Plan
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import CHANNEL, NONE, C, Call, Forward
+from .chunks import start
+
+HEADS = (64, 128)
+"""Key and value channels of a head."""
+ROWS = 1 << 31
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+
+
+def refuses(call: Call) -> str | None:
+    """One stream with one decay per token or none, bfloat16, heads of 64 or 128, and tensors that TMA can copy."""
+    p = call.p
+    if call.decay == CHANNEL or call.streams != 1:
+        return "it computes one stream without decays per channel"
+    if p.q.dtype != torch.bfloat16:
+        return f"it takes bfloat16, this is {p.q.dtype}"
+    for name, D in (("K", call.K), ("V", call.V)):
+        if D not in HEADS:
+            return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
+    if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
+        return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
+    for name, x, allowed in (("q", p.q, tiled_or_shared), ("k", p.k, tiled_or_shared), ("v", p.v, tiled)):
+        if not allowed(x):
+            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+    return None
+
+
+def key_heads(call: Call) -> int:
+    """The heads of q and k. Each is shared by as many heads of v."""
+    return int(call.p.sizes["G"])
+
+
+def columns(call: Call) -> tuple[int, int]:
+    """The columns between heads of q and of k in their matrices: 0 where all heads share one."""
+    return tuple([call.K if x.stride(2) else 0 for x in (call.p.q, call.p.k)])  # type: ignore[return-value]
+
+
+def gates(call: Call) -> tuple[str, tuple[int, ...]]:
+    """The name and strides [B,T,H] of the decay; beta and zeros as dummies where there is none."""
+    return ("g", call.gate[:3]) if call.decay != NONE else ("beta", (0, 0, 0))
+
+
+def prepared(plan: Plan, call: Call, removals: bool) -> tuple[str, ...]:
+    """Add the memory of B^T, A, A_k T (``removals``; else a dummy) and read_t, and the launch that computes them. Returns their names."""
+    from ..sm90 import scalar_prepare
+
+    p, slots, H, K = call.p, call.chunks(C), call.H, call.K
+    b = plan.empty("solved_keys", slots, H, C, K, dtype=p.q.dtype)
+    a = plan.empty("weights", slots, H, C, C, dtype=p.q.dtype)
+    r = plan.empty("removals", slots, H, C, C, dtype=torch.float16) if removals else a
+    reads = plan.empty("reads", slots, H, C)
+    g, steps = gates(call)
+    plan.launch(
+        scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
+        (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
+        registers=168 if removals else 128, K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
+    )  # fmt: skip
+    return b, a, r, reads
+
+
+def block(call: Call) -> int:
+    """Value channels of a program that walks over a sequence: all of a head, which loads tiles once, if the programs fill the GPU."""
+    programs = call.N * call.H
+    return call.V if programs >= call.target.multiprocessors else C
+
+
+def _forward(call: Forward) -> Plan:
+    from ..sm90 import scalar_walk
+
+    plan, p, H, K, V, BV = Plan(), call.p, call.H, call.K, call.V, block(call)
+    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
+    final = plan.empty("final_state", sequences, H, K, V)
+    b, a, _, reads = prepared(plan, call, removals=False)
+    first, steps = start(call)
+    plan.launch(
+        scalar_walk.penstock_gdn_walk_sm90, call.programs(sequences, V // BV),
+        ("k", "q", "v", b, a, output, "beta", reads, first or final, output, final, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
+        (*[Tile(C, K)] * 2, Tile(C, BV), Tile(C, K, 3), Tile(C, C, 3), Tile(C, BV)),
+        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, PACKED=call.packed,
+    )  # fmt: skip
+    return plan
+
+
+SIZES = {"B": 2, "N": 2, "T": 150, "H": 4, "G": 2, "J": 2, "K": 128, "V": 128}
+EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 64, "V": 64}))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)

@@ -1,0 +1,42 @@
+"""Programs that walk over the chunks of a sequence on Hopper, in Gluon: what a program computes, and its vectors of tokens."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....gpu.tiles import slot_of, tokens_of
+from .layouts import C
+
+
+@gluon.jit
+def walk_of_program(cu_seqlens, N, T, H, BLOCKS: gl.constexpr, PACKED: gl.constexpr):
+    """The sequence, head and block of value channels of a program (sequence, head, block).
+
+    Returns also the batch row and first row of the sequence, the numbers of its tokens and chunks, the index [slots,H] of its first chunk.
+    """
+    pid = gl.program_id(0)
+    block = pid % BLOCKS
+    slot = pid // BLOCKS // H
+    h = pid // BLOCKS % H
+    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
+    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
+    return slot.to(gl.int64), h, block, b, row, tokens, chunks, first_chunk
+
+
+@gluon.jit
+def nonzero(beta):
+    """beta, at least 2^-100 in absolute value: what is divided by it later has the same factor."""
+    return gl.where(gl.abs(beta) < 2.0**-100, 2.0**-100, beta)
+
+
+@gluon.jit
+def vectors_of(beta, reads, c, tokens, b_t, step, exists):
+    """beta and read_t of chunk c, if it exists: [C]. beta is 0 after the last token."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i = gl.arange(0, C, line)
+    t = c * C + i
+    known = (i * 0 == 0) & exists
+    rates = gl.load(beta + t.to(gl.int64) * b_t, mask=known & (t < tokens), other=0.0).to(gl.float32)
+    return rates, gl.load(reads + c * step + i, mask=known, other=1.0)

@@ -1,0 +1,151 @@
+"""What a chunk of gated DeltaNet or DeltaNet needs besides the state, on Hopper, in Gluon: any decay at the same speed.
+
+With D[t,s] = exp(sum s < u <= t of g_u), read_t = exp(sum u <= t) and rest_s = exp(sum u > s), a chunk of 64 tokens has
+
+    A_q = scale q k^T o D (s <= t)          A_k = k k^T o D (s < t)          T = (I + diag(beta) A_k)^-1
+    A   = A_q T                             B^T = T^T (k o rest) = (rest o T)^T k
+
+q k^T and k k^T are products of the tiles that the tensor memory accelerator copies. Heads of v that share q and k do not share them: the
+time is that of the inverse, which more programs on a multiprocessor hide. Sums of decays have two parts (``gpu/hopper_decays.py``), so D is
+accurate for every decay.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
+from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
+from ....gpu.ring import barriers
+from ....gpu.tiles import span_of
+from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
+from .layouts import GROUPS, ROWS, C
+
+
+@gluon.jit
+def blocks_on_diagonal(x, mma: gl.constexpr):
+    """The blocks [GROUPS,ROWS,ROWS] on the diagonal of a tile [C,C]."""
+    column = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :] // ROWS
+    row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] // ROWS
+    x = gl.sum(gl.reshape(gl.where(row == column, x, 0.0), [C, GROUPS, ROWS]), 1)
+    return gl.reshape(x, [GROUPS, ROWS, ROWS])
+
+
+@gluon.jit
+def vectors_of_chunk(g, g_t, left, vectors, at, reads, DECAYS: gl.constexpr):
+    """Store the sums of decays of a chunk at ``at`` of ``vectors``, and read_t at ``reads`` [C]. Without decays read_t is 1."""
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    i = gl.arange(0, C, line)
+    if DECAYS:
+        d = log_decays(g, g_t, left, i)
+        sums_of_decays(d, vectors, at, 1.0)
+        gl.store(reads + i, vectors[2].index(at).load(line))
+    else:
+        gl.store(reads + i, gl.full([C], 1.0, gl.float32, line))
+
+
+@gluon.jit
+def operand(x, mma: gl.constexpr):
+    """A tile as left operand in float16."""
+    return gl.convert_layout(x.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
+def penstock_gdn_prepare_sm90(
+    q_tiles, k_tiles, b_tiles, a_tiles, r_tiles, g, beta, reads, cu_seqlens, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
+    K: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr, REMOVALS: gl.constexpr,
+):  # fmt: skip
+    """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o rest) and read_t, of every chunk.
+
+    Reads q, k [B,T,H / R,K] as TMA tiles [C,K], g and beta [B,T,H] by strides. Writes B^T [slots,H,C,K] and A [slots,H,C,C] in the dtype
+    of q, read_t [slots,H,C] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk, head of v). ``q_h``
+    and ``k_h`` are K, or 0 if all heads share q and k.
+    """
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    kind: gl.constexpr = q_tiles.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    slot = gl.program_id(0) // H
+    h = gl.program_id(0) % H
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    b = n.to(gl.int64)
+    if PACKED:
+        b = b * 0
+    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    if left <= 0:
+        return
+    row = (b * T + begin + done).to(gl.int32)
+    head = h.to(gl.int64)
+    place = slot.to(gl.int64) * H + h
+    q_s = gl.allocate_shared_memory(kind, [C, K], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(kind, [C, K], k_tiles.layout)
+    t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    vectors = decay_vectors()
+    loaded = barriers(1, 1)
+    fence_async_shared()
+    meet()
+    mbarrier.expect(loaded.index(0), q_tiles.block_type.nbytes + k_tiles.block_type.nbytes)
+    async_load(q_tiles, [row, h // R * q_h], loaded.index(0), q_s)
+    async_load(k_tiles, [row, h // R * k_h], loaded.index(0), k_s)
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))
+    j = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
+    beta += b * b_b + (begin + done) * b_t + head * b_h + i.to(gl.int64) * b_t
+    rates = gl.load(beta, mask=i < left, other=0.0).to(gl.float32)[:, None]
+    vectors_of_chunk(g + b * g_b + (begin + done) * g_t + head * g_h, g_t, left, vectors, slot * 0, reads + place * C, DECAYS)
+    mbarrier.wait(loaded.index(0), 0)
+    if left < C:
+        zero_rows_from(q_s, left, clean)
+        zero_rows_from(k_s, left, clean)
+    fence_async_shared()
+    meet()
+    zero = gl.zeros([C, C], gl.float32, mma)
+    weights = warpgroup_mma(q_s, k_s.permute((1, 0)), zero, use_acc=False) * scale
+    if DECAYS:
+        D = factors_between(vectors, slot * 0, 1.0, False, mma)
+        weights = weights * D
+    weights = operand(gl.where(i[:, None] >= j, weights, 0.0), mma)
+    pairs = warpgroup_mma(k_s, k_s.permute((1, 0)), zero, use_acc=False)
+    if DECAYS:
+        pairs = pairs * D
+    pairs = gl.where(i[:, None] > j, pairs, 0.0)
+    A = pairs * -rates
+    pairs = operand(pairs, mma)
+    meet()  # q_s is free
+    n_s = reinterpret(q_s, gl.float32, [ROWS * ROWS, GROUPS], flat)
+    d_s = reinterpret(q_s.slice(C // 2, C // 2), gl.float16, [ROWS, GROUPS * ROWS], plain2)
+    N_s.store(A.to(gl.float16))
+    store_blocks(blocks_on_diagonal(A, mma), n_s)
+    meet()
+    merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
+    A = warpgroup_mma(weights, t_s, zero, use_acc=False).to(kind)
+    if REMOVALS:
+        r_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+        r_s.store(warpgroup_mma(pairs, t_s, zero, use_acc=False).to(gl.float16))
+    keys_s = reinterpret(q_s, gl.float16, [C, K], half)
+    keys_s.store(k_s.load(clean).to(gl.float32).to(gl.float16))
+    rested = t_s.load(mma)
+    if DECAYS:
+        rested = (rested.to(gl.float32) * vectors[3].index(0).load(gl.SliceLayout(1, mma))[:, None]).to(gl.float16)
+    N_s.store(rested)
+    fence_async_shared()
+    meet()
+    a_s = reinterpret(t_s, kind, [C, C], half)
+    a_s.store(A)
+    B = warpgroup_mma(N_s.permute((1, 0)), keys_s, gl.zeros([C, K], gl.float32, wide), use_acc=False)
+    k_s.store(B.to(kind))
+    fence_async_shared()
+    meet()
+    at = (place * C).to(gl.int32)
+    async_store(a_tiles, [at, 0], a_s)
+    async_store(b_tiles, [at, 0], k_s)
+    if REMOVALS:
+        async_store(r_tiles, [at, 0], r_s)
+    tma.store_wait(0)
