@@ -25,16 +25,27 @@ class KernelConfig(NamedTuple):
 def config(kernel: str, K: int, V: int, precision: str, target: Target) -> KernelConfig:
     """Sizes for a kernel on a GPU. Nothing is measured: they are those with the least spills.
 
-    Where all operands of products are registers (``from_registers``), 8 warps and blocks of 32 key channels. Elsewhere blocks have at least
-    ``LEAST`` channels, though the sums of ``penstock_delta_gradients`` then spill.
+    Where all operands of products are registers (``from_registers``), each warp has all columns of the right operand: blocks are small, and
+    smallest for operands of 32 bits. Elsewhere blocks have at least ``LEAST`` channels.
     """
     if kernel in ("recurrent", "step"):
         return KernelConfig(1 if K <= 64 else 2, BV=min(power(V), 64 if target.interpreted else 16))
+    if target.amd:
+        return KernelConfig(4 if kernel in ("prepare", "gradients") else 8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
     if from_registers(target):
-        return KernelConfig(8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
+        return _of_registers(kernel, precision)
     wide = K > LEAST
     if kernel == "prepare":
         return KernelConfig(8 if wide else 4)
     if kernel in ("gradients", "scalar_gradients"):
         return KernelConfig(8)
     return KernelConfig(4, stages=2 if kernel == "walk" and precision == "bf16" else 1)
+
+
+def _of_registers(kernel: str, precision: str) -> KernelConfig:
+    """Sizes on GPUs of NVIDIA whose tensor cores read registers."""
+    if precision != "bf16":
+        return KernelConfig(8, BV=16, BJ=16)
+    if kernel in ("walk", "walk_backward"):
+        return KernelConfig(4, BV=32)
+    return KernelConfig(8, BV=32 if kernel == "scalar_gradients" else LEAST, BJ=32)
