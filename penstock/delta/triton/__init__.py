@@ -16,7 +16,7 @@ from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ...tokens.pieces import CHUNK
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import prepared
+from ..inputs import Stage, prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
@@ -113,6 +113,19 @@ def _advance(p: Advance) -> Tensor:
     return p.v.new_zeros(p.v.shape) if nothing(p) else _launch().advance(p)
 
 
+def _recurrent_raw(p: DeltaTokens, mode: Mode) -> str | None:
+    if mode == "backward":
+        return "its backward pass is that of triton_chunkwise, which computes them before"
+    if mode == "advance" and _answers().plan.has_pieces(p):
+        return "its pieces of 64 tokens are computed by chunk kernels, before which raw inputs are computed"
+    return None
+
+
+STAGE = Stage(
+    "penstock_delta_raw_fwd before it",
+    lambda p, wide: _launch().raw_forward(p, wide),
+    lambda p, wide: _launch().raw_differentiable(p, wide),
+)
 RECURRENT = prepared(
     Implementation(
         name="triton_recurrent",
@@ -126,7 +139,9 @@ RECURRENT = prepared(
         operands=_recurrent_operands,
         forms=partial(_forms, False),
         verdicts=partial(_verdicts, chunkwise=False),
-    )
+    ),
+    raw=_recurrent_raw,
+    stage=STAGE,
 )
 CHUNKWISE = prepared(
     Implementation(
@@ -140,5 +155,6 @@ CHUNKWISE = prepared(
         operands=_operands,
         forms=partial(_forms, True),
         verdicts=partial(_verdicts, chunkwise=True),
-    )
+    ),
+    stage=STAGE,
 )

@@ -7,21 +7,51 @@ from torch import Tensor
 from ...gpu import launch
 from ...gpu.plan import dense
 from ...gpu.target import Target
+from ...tokens.empty import nothing
 from ...tokens.gpu_calls import plan_name
+from .. import inputs
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from . import plan
+from .forms import raw
 
 Inputs = dict[str, Tensor | None]
 
 
 def _tokens(p: DeltaTokens, **more: Tensor | None) -> Inputs:
-    given = {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "beta": p.beta, "a": p.a, "b": p.b}
+    given = {name: getattr(p, name) for name in ("q", "k", "v", "g", "beta", "a", "b", "raw", "A_log", "dt_bias")}
     return {**given, "cu_seqlens": dense(p.cu_seqlens), **more}
 
 
 def _inputs(p: Delta, **more: Tensor | None) -> Inputs:
     return _tokens(p, initial_state=p.initial_state, **more)
+
+
+def _raw(p: DeltaTokens) -> Inputs:
+    return {name: getattr(p, name) for name in raw.INPUTS}
+
+
+def raw_forward(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
+    """The canonical tensors of a call with raw inputs: q, k, g and beta, where they follow from those."""
+    if nothing(p):
+        return inputs.computed(p, wide)
+    found = launch.run("delta raw", p, Target.of, lambda at: raw.forward_plan(p), _raw(p))
+    return {name: found[made] for name, made in raw.MADE.items() if made in found}
+
+
+def raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], inputs.Pull]:
+    """The same, and a function from their gradients to those of the raw inputs."""
+    if nothing(p):
+        return inputs.differentiable(p, wide)
+
+    def pull(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        upstream = {f"d_{made}": given.get(name) for name, made in raw.MADE.items()}
+        assert all(x is None or x.is_contiguous() for x in upstream.values())
+        tensors = _raw(p) | upstream
+        found = launch.run("delta raw backward", p, Target.of, lambda at: raw.backward_plan(p, upstream), tensors, *upstream.values())
+        return {name: found["d" + name] for name in raw.INPUTS if "d" + name in found}
+
+    return raw_forward(p, wide), pull
 
 
 def chunk_forward(p: Delta) -> tuple[Tensor, Tensor]:
