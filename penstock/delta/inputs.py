@@ -89,8 +89,11 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
     return rate * F.logsigmoid(-x) if p.lower_bound is None else p.lower_bound * sigmoid(rate * x)
 
 
-def computed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
-    """The canonical tensors that raw inputs give. ``wide``: normalised q and k stay float32; else they have the dtype of q."""
+def computed(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+    """The canonical tensors that raw inputs give. ``wide``: normalised q and k stay float32; else they have the dtype of q.
+
+    ``gradients``: whether they will be wanted. Plain PyTorch does not prepare for that.
+    """
     dtype, found = state_dtype(p.q.dtype), dict[str, Tensor]()
     if p.use_qk_l2norm:
         for name in ("q", "k"):
@@ -113,7 +116,7 @@ class Stage(NamedTuple):
 
     name: str
     """What ``explain`` says of it."""
-    forward: Callable[[Any, bool], dict[str, Tensor]]
+    forward: Callable[[Any, bool, bool], dict[str, Tensor]]
     """As ``computed``."""
     differentiable: Callable[[Any, bool], tuple[dict[str, Tensor], Pull]]
     """The same tensors, and a function that takes gradients back through the stage."""
@@ -188,9 +191,9 @@ def prepared(
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
     """
 
-    def ready(p: P, mode: Mode) -> P:
+    def ready(p: P, mode: Mode, gradients: bool = False) -> P:
         if is_raw(p) and raw(p, mode) is not None:
-            return known(p, canonical(p, stage.forward(p, wide)))
+            return known(p, canonical(p, stage.forward(p, wide, gradients)))
         return p
 
     def known(p: P, made: P) -> P:
@@ -225,7 +228,7 @@ def prepared(
 
     def forward_with_residuals(p: Any) -> tuple[Tensors, Tensors]:
         assert one.forward_with_residuals is not None
-        return one.forward_with_residuals(whole(ready(p, "forward")))
+        return one.forward_with_residuals(whole(ready(p, "forward", gradients=True)))
 
     def backward(p: Any, upstream: Upstream) -> Tensors:
         assert one.backward is not None

@@ -2,10 +2,13 @@
 
 import pytest
 
-from penstock.delta.triton import ahead
-from penstock.delta.triton.forms import lists
+from penstock.delta.inputs import of_every_head
+from penstock.delta.triton import ahead, launch, plan
+from penstock.delta.triton.forms import lists, raw
 from penstock.delta.variants import VARIANTS
+from penstock.gpu.plan import Planned
 from penstock.gpu.targets import SMALL, TARGETS
+from penstock.tune.ahead import jobs
 from penstock.tune.shipped import launches
 
 EVERY = {
@@ -31,3 +34,23 @@ def test_every_variant_form_and_kernel_is_compiled():
 def test_small_gpus_have_every_kernel(arch):
     assert set(names(arch).values()) == set(names("sm_80").values())
     assert {one.name for one in ahead.configurations(arch)} == set(ahead.IN_PART)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if "backward" in one.passes], ids=lambda one: one.name)
+def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
+    """And arguments of the same types, for which Triton compiles: while the forward pass runs."""
+    p = of_every_head(one._problem("forward"))
+    planned, tensors = launch._backward_to_come(p, TARGETS[arch], plan.chunk_forward_plan(p, TARGETS[arch]))
+    given = {name: p.q if x is None else x for name, x in tensors.items()}
+    found = jobs(Planned(planned.at(p.sizes), given), arch)
+    wanted = {which.partition(": ")[2]: made for which, made in one.planned(TARGETS[arch]) if which.startswith("backward")}
+    assert found == jobs(wanted[planned.forms[0]], arch)
+
+
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if one.raw], ids=lambda one: one.name)
+def test_the_stage_that_follows_has_the_kernels_of_its_backward_pass(one):
+    p, target = one._problem("forward"), TARGETS["sm_90"]
+    planned, tensors = launch._raw_backward_to_come(p, target, raw.forward_plan(p))
+    found = Planned(planned.at(p.sizes), {name: p.q if x is None else x for name, x in tensors.items()})
+    assert jobs(found, target.arch) == jobs(dict(one.planned(target))["raw backward"], target.arch)

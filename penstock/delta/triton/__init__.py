@@ -16,7 +16,7 @@ from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ...tokens.pieces import CHUNK
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import Stage, prepared
+from ..inputs import Pull, Stage, prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
@@ -95,6 +95,11 @@ def _chunkwise_forward(p: Delta) -> tuple[Tensor, Tensor]:
     return forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p)
 
 
+def _chunkwise_forward_with_residuals(p: Delta) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
+    """There are no residuals. The kernels of the backward pass are compiled meanwhile."""
+    return (forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p, gradients=True)), ()
+
+
 def _recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:
     return forward_of_nothing(p) if nothing(p) else _launch().recurrent_forward(p)
 
@@ -121,11 +126,15 @@ def _recurrent_raw(p: DeltaTokens, mode: Mode) -> str | None:
     return None
 
 
-STAGE = Stage(
-    "penstock_delta_raw_fwd before it",
-    lambda p, wide: _launch().raw_forward(p, wide),
-    lambda p, wide: _launch().raw_differentiable(p, wide),
-)
+def _raw_forward(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+    return _launch().raw_forward(p, wide, gradients)  # type: ignore[no-any-return]
+
+
+def _raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], Pull]:
+    return _launch().raw_differentiable(p, wide)  # type: ignore[no-any-return]
+
+
+STAGE = Stage("penstock_delta_raw_fwd before it", _raw_forward, _raw_differentiable)
 RECURRENT = prepared(
     Implementation(
         name="triton_recurrent",
@@ -148,6 +157,7 @@ CHUNKWISE = prepared(
         name="triton_chunkwise",
         summary="chunkwise Triton kernels on tensor cores",
         forward=_chunkwise_forward,
+        forward_with_residuals=_chunkwise_forward_with_residuals,
         backward=_backward,
         available=unavailable,
         refuses=partial(_refuses, chunkwise=True),
