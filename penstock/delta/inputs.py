@@ -11,15 +11,17 @@ The stage of raw inputs is differentiable PyTorch in float32 (float64 for float6
 ``prepared`` declares an implementation: it runs the stage before it, and takes gradients back through the stage. Kernels that read raw
 inputs (``raw``), or q and k of groups (``groups``), say so there. ``explain`` shows where the stage runs.
 
-Sums over K have one order, by halves, so no result depends on the number of tokens. Gradients of A_log and dt_bias are torch's sums over
-tokens, in float32 and without atomics.
+On a GPU, implementations in Triton have kernels for it (``triton/portable/raw.py``): one launch, and one or two for its gradients.
+
+Sums over K have one order, by halves, so no result depends on the number of tokens. Gradients of A_log and dt_bias are sums over tokens in
+float32, without atomics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +93,11 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
     return rate * F.logsigmoid(-x) if p.lower_bound is None else p.lower_bound * sigmoid(rate * x)
 
 
-def computed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
-    """The canonical tensors that raw inputs give. ``wide``: normalised q and k stay float32; else they have the dtype of q."""
+def computed(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+    """The canonical tensors that raw inputs give. ``wide``: normalised q and k stay float32; else they have the dtype of q.
+
+    ``gradients``: whether they will be wanted. Plain PyTorch does not prepare for that.
+    """
     dtype, found = state_dtype(p.q.dtype), dict[str, Tensor]()
     if p.use_qk_l2norm:
         for name in ("q", "k"):
@@ -104,6 +109,38 @@ def computed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
     if p.raw is not None:
         found["g"] = log_decay(p, dtype)
     return found
+
+
+Pull = Callable[[dict[str, Tensor]], dict[str, Tensor | None]]
+"""From gradients of the tensors of ``computed``, by name, to those of raw inputs."""
+
+
+class Stage(NamedTuple):
+    """What computes the canonical tensors of a call with raw inputs, and their gradients."""
+
+    name: str
+    """What ``explain`` says of it."""
+    forward: Callable[[Any, bool, bool], dict[str, Tensor]]
+    """As ``computed``."""
+    differentiable: Callable[[Any, bool], tuple[dict[str, Tensor], Pull]]
+    """The same tensors, and a function that takes gradients back through the stage."""
+
+
+def differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], Pull]:
+    """The tensors of ``computed``, and their gradients by autograd."""
+    raw = [*(("q", "k") if p.use_qk_l2norm else ()), *(("beta",) if p.beta_logits else ()), *OF_DECAY[1:]]
+    with torch.enable_grad():
+        leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
+        made = computed(p.with_tensors(leaves), wide)
+
+    def pull(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        outputs, d_outputs = [made[name] for name in given], [d.to(made[name].dtype) for name, d in given.items()]
+        return dict(zip(leaves, torch.autograd.grad(outputs, [*leaves.values()], d_outputs, allow_unused=True)))
+
+    return {name: x.detach() for name, x in made.items()}, pull
+
+
+PLAIN = Stage("plain PyTorch before it", computed, differentiable)
 
 
 def uncomputed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
@@ -156,20 +193,21 @@ def prepared(
     raw: Callable[[Any, Mode], str | None] = never_raw,
     groups: Callable[[Any, Mode, Tensor | None], bool] = never_groups,
     wide: bool = False,
+    stage: Stage = PLAIN,
 ) -> Implementation:
     """The implementation of all calls, from one of canonical problems with q, k, a and b of every head of v.
 
     ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether a pass takes q, k, a and b of groups,
     given the gradient of the output where it is known. ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they
-    are rounded to the dtype of q.
+    are rounded to the dtype of q. ``stage``: what computes canonical tensors where the implementation does not.
 
     Its ``backward`` returns ``Gradients``; of its ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
     """
 
-    def ready(p: P, mode: Mode) -> P:
+    def ready(p: P, mode: Mode, gradients: bool = False) -> P:
         if is_raw(p) and raw(p, mode) is not None:
-            return known(p, canonical(p, computed(p, wide)))
+            return known(p, canonical(p, stage.forward(p, wide, gradients)))
         return p
 
     def known(p: P, made: P) -> P:
@@ -204,11 +242,11 @@ def prepared(
 
     def forward_with_residuals(p: Any) -> tuple[Tensors, Tensors]:
         assert one.forward_with_residuals is not None
-        return one.forward_with_residuals(whole(ready(p, "forward"), "forward"))
+        return one.forward_with_residuals(whole(ready(p, "forward", gradients=True), "forward"))
 
     def backward(p: Any, upstream: Upstream) -> Tensors:
         assert one.backward is not None
-        return _backward(one.backward, p, upstream, is_raw(p) and raw(p, "backward") is not None, wide, known, whole)
+        return _backward(one.backward, p, upstream, is_raw(p) and raw(p, "backward") is not None, stage, wide, known, whole)
 
     def in_place(p: Any) -> Tensor:
         assert one.advance is not None
@@ -223,7 +261,7 @@ def prepared(
             return found
         reason = raw(p, mode)
         taken = (FormVerdict("raw inputs", "in its own pass", reason),)
-        return *taken, *((FormVerdict("raw inputs", "plain PyTorch before it", None),) if reason is not None else ()), *found
+        return *taken, *((FormVerdict("raw inputs", stage.name, None),) if reason is not None else ()), *found
 
     return replace(
         one,
@@ -238,30 +276,24 @@ def prepared(
 
 
 def _backward(
-    backward: Callable[[Any, Upstream], Tensors], p: Any, upstream: Upstream, staged: bool, wide: bool,
+    backward: Callable[[Any, Upstream], Tensors], p: Any, upstream: Upstream, staged: bool, stage: Stage, wide: bool,
     known: Callable[[Any, Any], Any], whole: Callable[..., Any],
 ) -> Tensors:  # fmt: skip
     """Gradients of all differentiable arguments, from those of the canonical problem."""
     names = [one.name for one in p.signature.arguments if one.gradient]
     wanted = dict(zip(names, upstream.wanted or [True] * len(names)))
-    leaves: dict[str, Tensor] = {}
     made: dict[str, Tensor] = {}
     with torch.inference_mode(False):  # a compiled graph runs this below autograd
         if staged:
             wanted["g"] = any(wanted[name] for name in OF_DECAY)
-            raw = [*(("q", "k") if p.use_qk_l2norm else ()), *(("beta",) if p.beta_logits else ()), *OF_DECAY[1:]]
-            with torch.enable_grad():
-                leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
-                made = computed(p.with_tensors(leaves), wide)
-            p = known(p, canonical(p, {name: x.detach() for name, x in made.items()}))
+            made, pull = stage.differentiable(p, wide)
+            p = known(p, canonical(p, made))
         flags = tuple([wanted[name] for name in Gradients._fields])
-        found = dict(
-            zip(Gradients._fields, _of_groups(p, backward(whole(p, "backward", upstream.gradients[0]), upstream._replace(wanted=flags))))
-        )
-        pairs = [(x, d.to(x.dtype)) for name, x in made.items() if (d := found.pop(name)) is not None]
-        if pairs:
-            through = torch.autograd.grad([x for x, _ in pairs], [*leaves.values()], [d for _, d in pairs], allow_unused=True)
-            found |= dict(zip(leaves, through))
+        computed_by = backward(whole(p, "backward", upstream.gradients[0]), upstream._replace(wanted=flags))
+        found = dict(zip(Gradients._fields, _of_groups(p, computed_by)))
+        given = {name: d for name in made if (d := found.pop(name)) is not None}
+        if given:
+            found |= pull(given)
     return [found.get(name) for name in names]
 
 

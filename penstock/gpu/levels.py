@@ -42,6 +42,27 @@ def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOS
 
 
 @triton.jit
+def selected_by_parts(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """The same as ``selected``, in a loop over parts of x of 8 bits: two of them, three where products are as exact as float32.
+
+    If a result of a product is an operand of another product, Triton assigns all columns to each warp. With 8 warps and 64 rows, the second
+    four warps then repeat the work of the first, and a tile takes twice the registers. What leaves a loop is no operand in this sense.
+    """
+    if PRECISION == "ieee":
+        return selected(x, levels, n, i, C, PRECISION, TRANSPOSED)
+    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
+    if TRANSPOSED:
+        chosen = tl.trans(chosen)
+    PARTS: tl.constexpr = 3 if PRECISION == "tf32x3" else 2
+    s = tl.zeros_like(x)
+    for _ in tl.range(PARTS, num_stages=1):
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        s = tl.dot(chosen, high.to(tl.bfloat16), s)
+        x -= high
+    return s
+
+
+@triton.jit
 def apart(i, L):
     """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
     middle = i & -L

@@ -17,8 +17,9 @@ from triton.runtime.errors import InterpreterError
 
 import penstock as ps
 from penstock.call.memory import Memory
+from penstock.delta import inputs
 from penstock.delta.operators import DELTA
-from penstock.delta.triton import calls
+from penstock.delta.triton import calls, launch
 from penstock.delta.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -138,10 +139,13 @@ def test_updates_in_place_equal_the_oracle(case):
     check_contract(case, "triton_recurrent")
 
 
-@pytest.mark.parametrize("variant", ["kda", *slow(*(name for name in ROWS if name != "kda"))])
-def test_cuts_at_multiples_of_64_tokens_change_no_bit(variant):
-    """Also with other sequences in the call."""
-    case = PooledDelta(variant, H=1, K=8, V=12, lengths=(130,), slots=(2,), rows=4)
+UNCUT = [(variant, raw) for variant in ROWS for raw in (False, True) if not raw or VARIANTS[variant].raw]
+
+
+@pytest.mark.parametrize("call", [("kda", False), ("kda", True), *slow(*UNCUT)], ids=str)
+def test_cuts_at_multiples_of_64_tokens_change_no_bit(call):
+    """Raw inputs are computed by the token-serial kernel in calls of fewer than 64 tokens, else before the kernels: with equal bits."""
+    case = PooledDelta(call[0], H=1, K=8, V=12, lengths=(130,), slots=(2,), rows=4, raw=call[1])
     tensors = case.tensors()
     pool = tensors["state"]
     call = partial(replace(case).call, impl="triton_recurrent")
@@ -153,6 +157,27 @@ def test_cuts_at_multiples_of_64_tokens_change_no_bit(variant):
         parts.append(call(cut | {"state": state, "cu_seqlens": torch.tensor([0, end - begin])}))
     assert torch.equal(torch.cat(parts, 1), output)
     assert torch.equal(state, whole)
+
+
+@pytest.mark.parametrize("gate", [("kda", None), ("kda", -5.0), ("rwkv7", None), *slow(("gated_delta_rule", None))], ids=str)
+def test_raw_inputs_of_all_sizes(gate):
+    """Canonical tensors of the kernel, from gates and logits between -inf and inf, q and k of 0 and of 1e15. A NaN stays NaN."""
+    variant, bound = gate
+    case = Delta(variant, B=1, H=2, T=37, K=5, V=4, raw=True, bound=bound, biased=False)
+    tensors = case.tensors()
+    wide = torch.tensor([0.0, 1e-6, 0.01, 1.0, 20.0, 90.0, 1e4, torch.inf])
+    for name in ("raw", "beta"):
+        if tensors[name] is not None:
+            flat = tensors[name].reshape(-1)
+            flat[:17] = torch.cat([wide, -wide, torch.tensor([torch.nan])])
+            tensors[name] = flat.view(tensors[name].shape)
+    tensors["q"][0, 0], tensors["k"][0, 1] = 0.0, 1e15
+    double = {name: x.double() if x is not None else None for name, x in tensors.items()}
+    problem, exact = (DELTA.checked(variant, [x.get(name) for name in DELTA.names], case.options) for x in (tensors, double))
+    found, wanted = launch.raw_forward(problem, False), inputs.computed(exact, False)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name].double(), x, rtol=1e-5, atol=1e-37, equal_nan=True)  # exponents up to 88 have errors of 5e-6
 
 
 def test_what_is_exactly_zero_has_zero_gradients():

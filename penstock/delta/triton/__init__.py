@@ -15,7 +15,7 @@ from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import prepared
+from ..inputs import Pull, Stage, prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
@@ -94,6 +94,11 @@ def _chunkwise_forward(p: Delta) -> tuple[Tensor, Tensor]:
     return forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p)
 
 
+def _chunkwise_forward_with_residuals(p: Delta) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
+    """There are no residuals. The kernels of the backward pass are compiled meanwhile."""
+    return (forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p, gradients=True)), ()
+
+
 def _recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:
     return forward_of_nothing(p) if nothing(p) else _launch().recurrent_forward(p)
 
@@ -112,6 +117,23 @@ def _advance(p: Advance) -> Tensor:
     return p.v.new_zeros(p.v.shape) if nothing(p) else _launch().advance(p)
 
 
+def _recurrent_raw(p: DeltaTokens, mode: Mode) -> str | None:
+    if mode == "backward":
+        return "its backward pass is that of triton_chunkwise, which computes them before"
+    if mode == "advance" and _answers().plan.has_pieces(p):
+        return "its pieces of 64 tokens are computed by chunk kernels, before which raw inputs are computed"
+    return None
+
+
+def _raw_forward(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+    return _launch().raw_forward(p, wide, gradients)  # type: ignore[no-any-return]
+
+
+def _raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], Pull]:
+    return _launch().raw_differentiable(p, wide)  # type: ignore[no-any-return]
+
+
+STAGE = Stage("penstock_delta_raw_fwd before it", _raw_forward, _raw_differentiable)
 RECURRENT = prepared(
     Implementation(
         name="triton_recurrent",
@@ -127,12 +149,15 @@ RECURRENT = prepared(
         verdicts=partial(_verdicts, chunkwise=False),
     ),
     groups=partial(_groups, chunkwise=False),
+    raw=_recurrent_raw,
+    stage=STAGE,
 )
 CHUNKWISE = prepared(
     Implementation(
         name="triton_chunkwise",
         summary="chunkwise Triton kernels on tensor cores",
         forward=_chunkwise_forward,
+        forward_with_residuals=_chunkwise_forward_with_residuals,
         backward=_backward,
         available=unavailable,
         refuses=partial(_refuses, chunkwise=True),
@@ -142,4 +167,5 @@ CHUNKWISE = prepared(
         verdicts=partial(_verdicts, chunkwise=True),
     ),
     groups=partial(_groups, chunkwise=True),
+    stage=STAGE,
 )

@@ -1,6 +1,6 @@
 """What all forms of a pass ask about a call: sizes, kind of decay, how products are taken, levels.
 
-Kernels see canonical problems: no raw inputs, and q, k, a and b of every head.
+Kernels see q, k, a and b of every head. All but the token-serial one see canonical problems, without raw inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Call(TokenCall):
     """A problem on a GPU, with the sizes and choices that all its launches share."""
 
     gate: tuple[int, ...]
-    """Strides of the decay, expanded to [B,T,H,K]."""
+    """Strides of the decay or of raw gates, expanded to [B,T,H,K]."""
     decay: int
 
     @classmethod
@@ -134,9 +134,10 @@ def shared(p: DeltaTokens, target: Target) -> dict[str, Any]:
     """The fields of ``Call``: calls of several passes of one problem share them."""
     axes, sizes = p.variant.decay, p.sizes
     gate: tuple[int, ...] = (0, 0, 0, 0)
-    if p.gate is not None:
+    given = p.gate if p.raw is None else p.with_tensors({"g": p.raw}).gate
+    if given is not None:
         shape = (sizes["B"], sizes["T"], sizes["H"], sizes["K"])
-        gate = tuple([step if axis in axes else 0 for axis, step in zip("BTHK", p.gate.expand(shape).stride())])
+        gate = tuple([step if axis in axes else 0 for axis, step in zip("BTHK", given.expand(shape).stride())])
     return {
         "p": p, "target": target, **p.counts, "H": sizes["H"], "K": sizes["K"], "V": sizes["V"], "packed": p.cu_seqlens is not None,
         "precision": precision(p.q.dtype, target), "gate": gate, "decay": NONE if not axes else CHANNEL if "K" in axes else SCALAR,

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from ...gpu import launch
-from ...gpu.plan import dense
+from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
+from ...tokens.empty import nothing
 from ...tokens.gpu_calls import plan_name
+from .. import inputs
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from . import plan
+from .forms import raw
 
 Inputs = dict[str, Tensor | None]
 
 
 def _tokens(p: DeltaTokens, **more: Tensor | None) -> Inputs:
-    given = {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "beta": p.beta, "a": p.a, "b": p.b}
+    given = {name: getattr(p, name) for name in ("q", "k", "v", "g", "beta", "a", "b", "raw", "A_log", "dt_bias")}
     return {**given, "cu_seqlens": dense(p.cu_seqlens), **more}
 
 
@@ -24,10 +30,56 @@ def _inputs(p: Delta, **more: Tensor | None) -> Inputs:
     return _tokens(p, initial_state=p.initial_state, **more)
 
 
-def chunk_forward(p: Delta) -> tuple[Tensor, Tensor]:
-    """Output and final state, chunk by chunk."""
-    found = launch.run("delta chunk forward", p, Target.of, lambda at: plan.chunk_forward_plan(p, at), _inputs(p))
+def _raw(p: DeltaTokens) -> Inputs:
+    return {name: getattr(p, name) for name in raw.INPUTS}
+
+
+def raw_forward(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+    """The canonical tensors of a call with raw inputs: q, k, g and beta, where they follow from those.
+
+    ``gradients``: if they will be wanted, their kernels are compiled meanwhile.
+    """
+    if nothing(p):
+        return inputs.computed(p, wide)
+    later = partial(_raw_backward_to_come, p) if gradients else None
+    found = launch.run("delta raw", p, Target.of, lambda at: raw.forward_plan(p), _raw(p), later=later)
+    return {name: found[made] for name, made in raw.MADE.items() if made in found}
+
+
+def _raw_backward_to_come(p: DeltaTokens, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
+    """The backward pass of the stage; its tensors, without memory."""
+    made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
+    upstream = {f"d_{name}": made.get(name) for name in raw.MADE.values()}
+    return raw.backward_plan(p, upstream), _raw(p) | upstream
+
+
+def raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], inputs.Pull]:
+    """The same, and a function from their gradients to those of the raw inputs."""
+    if nothing(p):
+        return inputs.differentiable(p, wide)
+
+    def pull(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        upstream = {f"d_{made}": given.get(name) for name, made in raw.MADE.items()}
+        assert all(x is None or x.is_contiguous() for x in upstream.values())
+        tensors = _raw(p) | upstream
+        found = launch.run("delta raw backward", p, Target.of, lambda at: raw.backward_plan(p, upstream), tensors, *upstream.values())
+        return {name: found["d" + name] for name in raw.INPUTS if "d" + name in found}
+
+    return raw_forward(p, wide), pull
+
+
+def chunk_forward(p: Delta, gradients: bool = False) -> tuple[Tensor, Tensor]:
+    """Output and final state, chunk by chunk. ``gradients``: if they will be wanted, their kernels are compiled meanwhile."""
+    later = partial(_backward_to_come, p) if gradients else None
+    found = launch.run("delta chunk forward", p, Target.of, lambda at: plan.chunk_forward_plan(p, at), _inputs(p), later=later)
     return found["output"], found["final_state"]
+
+
+def _backward_to_come(p: Delta, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
+    """The backward pass of a forward pass, if its final state has no gradient; its tensors, without memory."""
+    shape, dtype = forward.at(p.sizes).memory["output"]
+    d_output = torch.empty(shape, dtype=dtype, device="meta")
+    return plan.chunk_backward_plan(p, d_output, None, at), _inputs(p, d_output=d_output, d_final_state=None)
 
 
 def recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:

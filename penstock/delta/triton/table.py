@@ -27,8 +27,8 @@ class KernelConfig(NamedTuple):
 def config(kernel: str, K: int, V: int, precision: str, target: Target) -> KernelConfig:
     """Sizes for a kernel on a GPU. Those of steps are measured, the others are those with the least spills.
 
-    Where all operands of products are registers (``from_registers``), 8 warps and blocks of 32 key channels. Elsewhere blocks have at least
-    ``LEAST`` channels, though the sums of ``penstock_delta_gradients`` then spill.
+    Where all operands of products are registers (``from_registers``), each warp has all columns of the right operand: blocks are small, and
+    smallest for operands of 32 bits. Elsewhere blocks have at least ``LEAST`` channels.
     """
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
@@ -37,11 +37,22 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     if kernel == "step":  # 64 float32 of the state a thread; kda, 1024 sequences: rows of 64 take 1.49 ms, 32 1.54, 128 2.00
         BV = min(power(V), 64)
         return KernelConfig(max(power(K) * BV // 2048, 1), BV=BV, programs_per_sm=4)
+    if target.amd:
+        return KernelConfig(4 if kernel in ("prepare", "gradients") else 8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
     if from_registers(target):
-        return KernelConfig(8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
+        return _of_registers(kernel, precision)
     wide = K > LEAST
     if kernel == "prepare":
         return KernelConfig(8 if wide else 4)
     if kernel in ("gradients", "scalar_gradients"):
         return KernelConfig(8)
     return KernelConfig(4, stages=2 if kernel == "walk" and precision == "bf16" else 1)
+
+
+def _of_registers(kernel: str, precision: str) -> KernelConfig:
+    """Sizes on GPUs of NVIDIA whose tensor cores read registers."""
+    if precision != "bf16":
+        return KernelConfig(8, BV=16, BJ=16)
+    if kernel in ("walk", "walk_backward"):
+        return KernelConfig(4, BV=32)
+    return KernelConfig(8, BV=32 if kernel == "scalar_gradients" else LEAST, BJ=32)

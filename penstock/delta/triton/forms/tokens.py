@@ -14,11 +14,13 @@ from ....gpu.target import power
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Call, Forward, InPlace
 from ..portable import recurrent
+from . import raw
 from .chunks import start
 
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 ARGUMENTS = ("q", "k", "v", "g", "beta")
+"""In a call with raw gates, these take the place of g."""
 FULL, REGISTERS = 64, 168
 """Elements of a state that a thread has in a step of a full block, and its registers at most."""
 WIDEST = 256
@@ -34,16 +36,18 @@ def _launch(
     plan: Plan, call: Call, state: tuple[str, tuple[int, ...]], output: str, final: tuple[str, tuple[int, ...]], initial: bool,
     pending: bool, piece: int = 0, slots: str = "",
 ) -> None:  # fmt: skip
-    b = call.config("recurrent") if piece == 0 else call.step_config()
+    b, p = call.config("recurrent") if piece == 0 else call.step_config(), call.p
+    names = [name if name != "g" or p.raw is None else "raw" for name in ARGUMENTS]
+    what = raw.constants(p)
     registers = REGISTERS if piece and call.cuda and power(call.K) * b.BV == FULL * 32 * b.warps else 0
     plan.launch(
         recurrent.penstock_delta_recurrent, call.programs(sequences, math.ceil(call.V / b.BV)),
-        (*ARGUMENTS, *call.streamed, state[0], output, final[0], "cu_seqlens", slots or "q"),
-        (call.p.scale, tokens, call.H, *call.strides(*ARGUMENTS, *call.streamed), *state[1], *final[1]), b.warps,
-        registers=registers, fused=piece == 0,
+        (*names, *call.streamed, "A_log", "dt_bias", state[0], output, final[0], "cu_seqlens", slots or "q"),
+        (p.scale, p.lower_bound or 0.0, tokens, call.H, *call.strides(*ARGUMENTS, *call.streamed), *raw.parameter_strides(p), *state[1],
+         *final[1]), b.warps, registers=registers, fused=piece == 0,
         K=call.K, V=call.V, BK=power(call.K), BV=b.BV, STREAMS=call.streams, DECAY=call.decay, INITIAL=initial, PACKED=call.packed,
-        SLOTS=bool(slots), PENDING=pending, PIECE=piece, ONE=piece > 0 and call.T == 1 and not call.packed,
-        CUDA=call.cuda,
+        SLOTS=bool(slots), PENDING=pending, PIECE=piece, ONE=piece > 0 and call.T == 1 and not call.packed, CUDA=call.cuda,
+        **{name: what[name] for name in ("UNIT", "LOGITS", "RAW", "BIAS")},
     )  # fmt: skip
 
 

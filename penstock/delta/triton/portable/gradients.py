@@ -18,87 +18,126 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import decays
-from ....gpu.levels import selected
+from ....gpu.levels import selected_by_parts
 from ....gpu.tiles import product, tile
-from .levels import EXCLUSIVE, INCLUSIVE, LATER, chunk_of, factors_of_level, halves_of_level, pairs_of_level, strengths, where_written
+from .levels import (
+    EXCLUSIVE,
+    INCLUSIVE,
+    LATER,
+    chunk_of,
+    factor_of_removals,
+    factors_of_level,
+    halves_of_level,
+    pairs_of_level,
+    strengths,
+    where_written,
+)
 from .prepare import channels
 
 
 @triton.jit
-def gradients_of_states(
-    x, z, states, d_states, d_outputs, strength, j, i, live,
+def gradients_of_rows(
+    z, states, d_states, d_outputs, strength, j, i, live, once,
     K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T, Y S^T, U dS'^T [C,BJ] and rowsum(S o dS') [BJ], of key channels j."""
+    """dO S^T, Y S^T [C,BJ] and rowsum(S o dS') [BJ], of key channels j. ``once``: see ``gradients_of_level``."""
     d_output, o_t, o_v = d_outputs
     dq = tl.zeros((C, BJ), tl.float32)
     da = tl.zeros((C, BJ), tl.float32)
-    db = tl.zeros((C, BJ), tl.float32)
     kept = tl.zeros((BJ,), tl.float32)
     written = where_written(strength, strength)[:, None]
-    for first in tl.range(0, V, BV, num_stages=1):
+    for first in tl.range(0, V * once, BV, num_stages=1):
         y = first + tl.arange(0, BV)
-        mask = live[:, None] & (y < V)[None, :]
         inside = (j < K)[:, None] & (y < V)[None, :]
-        rows = i[:, None] * V + y[None, :]
         place = j[:, None] * V + y[None, :]
         S = tl.load(states + place, mask=inside, other=0.0)
         dS = tl.load(d_states + place, mask=inside, other=0.0)
         kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        Y = (tl.load(z + rows, mask=mask, other=0.0).to(tl.float32) * written).to(z.dtype.element_ty)
+        Z = tile(z, i, live, V, y, 1, V, BV)
         dq += product(tile(d_output, i, live, o_t, y, o_v, V, BV), tl.trans(S), PRECISION)
-        da += product(Y, tl.trans(S), PRECISION)
-        db += product(tl.load(x + rows, mask=mask, other=0.0), tl.trans(dS), PRECISION)
-    return dq, da, db, kept
+        da += product((Z.to(tl.float32) * written).to(Z.dtype), tl.trans(S), PRECISION)
+    return dq, da, kept
 
 
 @triton.jit
-def gradient_of_keys(
-    values, d_states, j, i, live,
+def gradients_of_columns(
+    values, d_states, j, i, live, once,
     K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """V dS'^T [C,BJ], of key channels j."""
+    """U dS'^T or V dS'^T [C,BJ], of key channels j."""
     v, v_t, v_v = values
-    dk = tl.zeros((C, BJ), tl.float32)
-    for first in tl.range(0, V, BV, num_stages=1):
+    db = tl.zeros((C, BJ), tl.float32)
+    for first in tl.range(0, V * once, BV, num_stages=1):
         y = first + tl.arange(0, BV)
         inside = (j < K)[:, None] & (y < V)[None, :]
         dS = tl.load(d_states + j[:, None] * V + y[None, :], mask=inside, other=0.0)
-        dk += product(tile(v, i, live, v_t, y, v_v, V, BV), tl.trans(dS), PRECISION)
-    return dk
+        db += product(tile(v, i, live, v_t, y, v_v, V, BV), tl.trans(dS), PRECISION)
+    return db
 
 
 @triton.jit
-def with_state_factors(
-    dq, da, db, kept, queries, removals, writes, d, triangles, i, live, j, scale,
+def rows_with_state_factors(
+    dq, da, kept, queries, removals, gates, triangles, i, live, j, scale,
     K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
     DG: tl.constexpr,
 ):  # fmt: skip
-    """The state's part of dq, da and db, from the products with states, and that of dg."""
-    read = tl.exp2(selected(d, triangles, INCLUSIVE, i, C, PRECISION))
+    """The state's part of dq and da, from the products with states, and that of dg."""
+    g, g_t, g_k = gates
+    d = decays(g, i, live, g_t, j, g_k, K, BJ)
+    read = tl.exp2(selected_by_parts(d, triangles, INCLUSIVE, i, C, PRECISION))
     dq *= read * scale
     if AFTER:
         da *= read
     else:
-        da *= tl.exp2(selected(d, triangles, EXCLUSIVE, i, C, PRECISION))
-    db *= tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
+        da *= tl.exp2(selected_by_parts(d, triangles, EXCLUSIVE, i, C, PRECISION))
     dg = tl.zeros((C, BJ), tl.float32)
     if DG:
         of_rows = channels(queries, i, live, j, K, BJ) * dq
         of_removals = channels(removals, i, live, j, K, BJ) * da * (-1.0 if STREAMS == 1 else 1.0)
-        of_columns = channels(writes, i, live, j, K, BJ) * db
         if AFTER:
             of_rows += of_removals
         else:
-            dg += selected(of_removals, triangles, LATER, i, C, PRECISION)
-        dg += selected(of_rows, triangles, INCLUSIVE, i, C, PRECISION, TRANSPOSED=True)
-        dg += selected(of_columns, triangles, EXCLUSIVE, i, C, PRECISION) + (kept * tl.exp2(tl.sum(d, 0)))[None, :]
-    return dq, da, db, dg
+            dg += selected_by_parts(of_removals, triangles, LATER, i, C, PRECISION)
+        dg += selected_by_parts(of_rows, triangles, INCLUSIVE, i, C, PRECISION, TRANSPOSED=True)
+        dg += (kept * tl.exp2(tl.sum(d, 0)))[None, :]
+    return dq, da, dg
+
+
+@triton.jit
+def columns_with_state_factors(
+    db, dg, writes, gates, triangles, i, live, j, K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    DG: tl.constexpr,
+):  # fmt: skip
+    """The state's part of db, from the product with the gradient of the state, and dg with that of b."""
+    g, g_t, g_k = gates
+    d = decays(g, i, live, g_t, j, g_k, K, BJ)
+    db *= tl.exp2(selected_by_parts(d, triangles, LATER, i, C, PRECISION))
+    if DG:
+        dg += selected_by_parts(channels(writes, i, live, j, K, BJ) * db, triangles, EXCLUSIVE, i, C, PRECISION)
+    return db, dg
+
+
+@triton.jit
+def gradients_of_level(
+    dXb, X, Xb, weights, i, level, once, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P Xb, and dXb + P^T X, where P are the gradients of pairs (pointers [C,C]) under the mask of a level.
+
+    In a loop of one iteration, because Triton does not share work between warps if results of products are operands of others, see
+    ``selected_by_parts``. The compiler must not know ``once``, which is 1.
+    """
+    dX = tl.zeros_like(dXb)
+    for n in tl.range(once, num_stages=1):
+        P = tl.load(weights + n * (C * C) + i[:, None] * C + i[None, :])
+        P = tl.where(pairs_of_level(i, level + n, C, LEVELS, ANCHOR), P, 0.0)
+        dX += product(P, Xb, PRECISION)
+        dXb += product(tl.trans(P), X, PRECISION)
+    return dX, dXb
 
 
 @triton.jit
 def add_level(
-    dq, da, db, dg, queries, removals, writes, d, matrices, level, weights, at, i, live, j,
+    dq, da, db, dg, queries, removals, writes, gates, matrices, level, weights, i, live, j, once,
     K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, LEVELS: tl.constexpr,
     ANCHOR: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr, DG: tl.constexpr,
 ):  # fmt: skip
@@ -106,36 +145,33 @@ def add_level(
 
     If STREAMS is 1, db is db - da, and da is not computed. Sums of dg multiply the same rounded tiles on both sides of an anchor.
     """
-    query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
-    mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
+    inclusive, exclusive = matrices
     later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
-    Pq = tl.where(mask, tl.load(weights + at), 0.0)
-    Pa = tl.where(mask, tl.load(weights + C * C + at), 0.0)
-    Xq = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
-    Xa = (channels(removals, i, later, j, K, BJ) * removal * (-1.0 if STREAMS == 1 else 1.0)).to(OPERAND)
+    g, g_t, g_k = gates
+    d = decays(g, i, later | earlier, g_t, j, g_k, K, BJ)
+    query, key = factors_of_level(d, inclusive, i, level, C, LEVELS, ANCHOR, PRECISION)
     Xb = (channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND)
-    dXb = product(tl.trans(Pq), Xq, PRECISION) + product(tl.trans(Pa), Xa, PRECISION)
-    dXq = product(Pq, Xb, PRECISION)
-    dXa = product(Pa, Xb, PRECISION)
-    dq += dXq * query
-    db += dXb * key
+    removal = factor_of_removals(query, d, exclusive, i, level, C, AFTER, PRECISION)
+    X = (channels(removals, i, later, j, K, BJ) * removal * (-1.0 if STREAMS == 1 else 1.0)).to(OPERAND)
+    dX, dXb = gradients_of_level(tl.zeros_like(d), X, Xb, weights + C * C, i, level, once, C, LEVELS, ANCHOR, PRECISION)
     if STREAMS == 1:
-        db -= dXa * removal
+        db -= dX * removal
     else:
-        da += dXa * removal
+        da += dX * removal
+    of_rows = dX * X.to(tl.float32)
+    if DG and not AFTER:
+        dg += selected_by_parts(of_rows, exclusive, level, i, C, PRECISION, TRANSPOSED=True)
+        of_rows = tl.zeros_like(d)
+    X = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
+    dX, dXb = gradients_of_level(dXb, X, Xb, weights, i, level, once, C, LEVELS, ANCHOR, PRECISION)
+    dq += dX * query
+    db += dXb * key
     if DG:
-        inclusive, exclusive = matrices
-        of_rows = dXq * Xq.to(tl.float32)
         of_columns = dXb * Xb.to(tl.float32)
         if ANCHOR:
             of_columns = tl.where(level == LEVELS, -of_columns, of_columns)
-        of_rows += of_columns
-        of_removals = dXa * Xa.to(tl.float32)
-        if AFTER:
-            of_rows += of_removals
-        else:
-            dg += selected(of_removals, exclusive, level, i, C, PRECISION, TRANSPOSED=True)
-        dg += selected(of_rows, inclusive, level, i, C, PRECISION, TRANSPOSED=True)
+        of_rows += dX * X.to(tl.float32) + of_columns
+        dg += selected_by_parts(of_rows, inclusive, level, i, C, PRECISION, TRANSPOSED=True)
     return dq, da, db, dg
 
 
@@ -165,57 +201,57 @@ def penstock_delta_gradients(
     batch, row, tokens, h, share = chunk_of(tl.program_id(0) // NK, cu_seqlens, N, T, H, C, PACKED)
     if tokens <= 0:
         return
+    once = tl.cdiv(tokens, C)
     i = tl.arange(0, C)
     j = tl.program_id(0) % NK * BJ + tl.arange(0, BJ)
     live = i < tokens
-    at = i[:, None] * C + i[None, :]
     queries = (q + batch * q_b + row * q_t + h * q_h, q_t, q_k)
-    keys = (k + batch * k_b + row * k_t + h * k_h, k_t, k_k)
-    values = (v + batch * v_b + row * v_t + h * v_h, v_t, v_v)
     removals = (a + batch * a_b + row * a_t + h * a_h, a_t, a_k)
-    writes = (b + batch * b_b + row * b_t + h * b_h, b_t, b_k)
+    gates = (g + batch * g_b + row * g_t + h * g_h, g_t, g_k)
     d_outputs = (d_output + batch * o_b + row * o_t + h * o_h, o_t, o_v)
+    k += batch * k_b + row * k_t + h * k_h
+    v += batch * v_b + row * v_t + h * v_h
+    b += batch * b_b + row * b_t + h * b_h
+    x += share * (C * V)
     weights += share * (2 * C * C)
     late += share * (2 * C * C)
     triangles = levels + (LEVELS + ANCHOR) * (C * C)
     strength = strengths(beta + batch * beta_b + row * beta_t + h * beta_h, i, live, beta_t, STREAMS)
     d_chunk_states += share * (K * V)
     place = ((batch * T + row) * H + h) * K
-    dQ, dA, dB, kept = gradients_of_states(
-        x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states, d_outputs, strength, j, i, live,
+    dQ, dA, kept = gradients_of_rows(
+        z + share * (C * V), chunk_states + share * (K * V), d_chunk_states, d_outputs, strength, j, i, live, once,
         K, BJ, V, BV, C, PRECISION,
     )  # fmt: skip
-    d = decays(g + batch * g_b + row * g_t + h * g_h, i, live, g_t, j, g_k, K, BJ)
-    dQ, dA, dB, dG = with_state_factors(
-        dQ, dA, dB, kept, queries, removals, writes, d, triangles, i, live, j, scale, K, BJ, C, STREAMS, AFTER, PRECISION, DG
+    dQ, dA, dG = rows_with_state_factors(
+        dQ, dA, kept, queries, removals, gates, triangles, i, live, j, scale, K, BJ, C, STREAMS, AFTER, PRECISION, DG
     )
-    own = tl.load(weights + i * (C + 1)).to(tl.float32)[:, None]
-    dQ += own * channels(writes, i, live, j, K, BJ)
-    dB += own * channels(queries, i, live, j, K, BJ)
-    if STREAMS == 1:
-        dB -= dA
-    for level in tl.range(LEVELS + ANCHOR, num_stages=1):
-        dQ, dA, dB, dG = add_level(
-            dQ, dA, dB, dG, queries, removals, writes, d, (levels, levels_before), level, weights, at, i, live, j,
-            K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
-        )  # fmt: skip
-    if STREAMS == 1:
-        store_columns(dk + place, H * K, dB, i, live, j, K)
-    else:
-        store_columns(db + place, H * K, dB, i, live, j, K)
-        dK = gradient_of_keys(values, d_chunk_states, j, i, live, K, BJ, V, BV, C, PRECISION)
-        dK *= tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
-        if DG:
-            dG += selected(channels(keys, i, live, j, K, BJ) * dK, triangles, EXCLUSIVE, i, C, PRECISION)
-        own = tl.load(late + i * (C + 1)).to(tl.float32)[:, None]
-        dQ += own * channels(keys, i, live, j, K, BJ)
-        dK += own * channels(queries, i, live, j, K, BJ)
+    for stream in tl.range(STREAMS * once, num_stages=1):
+        writes = (b, b_t, b_k)
+        pairs = weights
+        d_writes = dk if STREAMS == 1 else db
+        if STREAMS == 2:
+            of_b = stream == 0
+            writes = (tl.where(of_b, b, k), tl.where(of_b, b_t, k_t), tl.where(of_b, b_k, k_k))
+            pairs = tl.where(of_b, weights, late)
+            d_writes = tl.where(of_b, db, dk)
+        if STREAMS == 2 and stream == 1:
+            dB = gradients_of_columns((v, v_t, v_v), d_chunk_states, j, i, live, once, K, BJ, V, BV, C, PRECISION)
+        else:
+            dB = gradients_of_columns((x, V, 1), d_chunk_states, j, i, live, once, K, BJ, V, BV, C, PRECISION)
+        dB, dG = columns_with_state_factors(dB, dG, writes, gates, triangles, i, live, j, K, BJ, C, PRECISION, DG)
+        own = tl.load(pairs + i * (C + 1)).to(tl.float32)[:, None]
+        dQ += own * channels(writes, i, live, j, K, BJ)
+        dB += own * channels(queries, i, live, j, K, BJ)
+        if STREAMS == 1:
+            dB -= dA
         for level in tl.range(LEVELS + ANCHOR, num_stages=1):
-            dQ, dA, dK, dG = add_level(
-                dQ, dA, dK, dG, queries, removals, keys, d, (levels, levels_before), level, late, at, i, live, j,
+            dQ, dA, dB, dG = add_level(
+                dQ, dA, dB, dG, queries, removals, writes, gates, (levels, levels_before), level, pairs, i, live, j, once,
                 K, BJ, C, STREAMS, AFTER, LEVELS, ANCHOR, PRECISION, OPERAND, DG,
             )  # fmt: skip
-        store_columns(dk + place, H * K, dK, i, live, j, K)
+        store_columns(d_writes + place, H * K, dB, i, live, j, K)
+    if STREAMS == 2:
         store_columns(da + place, H * K, dA, i, live, j, K)
     store_columns(dq + place, H * K, dQ, i, live, j, K)
     if DG:

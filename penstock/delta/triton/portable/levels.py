@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import FLOOR
-from ....gpu.levels import apart, selected
+from ....gpu.levels import apart, selected_by_parts
 from ....gpu.tiles import LOG2E, span_of, uniform
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
@@ -64,20 +64,22 @@ def halves_of_level(i, live, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHO
 
 
 @triton.jit
-def factors_of_level(
-    d, matrices, i, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The factors of q, of a and of b (and k) at a level [C,BK], from the decays d of the chunk."""
-    inclusive, exclusive = matrices
-    G = selected(d, inclusive, level, i, C, PRECISION)
+def factors_of_level(d, inclusive, i, level, C: tl.constexpr, LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PRECISION: tl.constexpr):
+    """The factors of q and of b (and k) at a level [C,BK], from the decays d of the chunk."""
+    G = selected_by_parts(d, inclusive, level, i, C, PRECISION)
     query = tl.exp2(G)
     key = query
     if ANCHOR:
         key = tl.exp2(tl.where(level == LEVELS, -G, G))
-    removal = query
+    return query, key
+
+
+@triton.jit
+def factor_of_removals(query, d, exclusive, i, level, C: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr):
+    """The factor of a at a level [C,BK]: that of q if the removal reads the state after the decay."""
     if not AFTER:
-        removal = tl.exp2(selected(d, exclusive, level, i, C, PRECISION))
-    return query, removal, key
+        query = tl.exp2(selected_by_parts(d, exclusive, level, i, C, PRECISION))
+    return query
 
 
 @triton.jit

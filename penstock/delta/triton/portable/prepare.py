@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR, decays
-from ....gpu.levels import apart, selected
+from ....gpu.levels import apart, selected_by_parts
 from ....gpu.tiles import product, tile
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
     LATER,
     chunk_of,
+    factor_of_removals,
     factors_of_level,
     halves_of_level,
     ordered,
@@ -54,6 +55,7 @@ def store_pairs(
 ):  # fmt: skip
     """Store the pairs of a level: of q and a with b in ``pairs`` [2,C,C], with k in ``late`` [2,C,C]."""
     g, g_t, g_k = gates
+    inclusive, exclusive = matrices
     qb = tl.zeros((C, C), tl.float32)
     ab = tl.zeros((C, C), tl.float32)
     qk = tl.zeros((C, C), tl.float32)
@@ -62,7 +64,8 @@ def store_pairs(
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
         d = decays(g, i, live, g_t, j, g_k, K, BJ)
-        query, removal, key = factors_of_level(d, matrices, i, level, C, LEVELS, ANCHOR, AFTER, PRECISION)
+        query, key = factors_of_level(d, inclusive, i, level, C, LEVELS, ANCHOR, PRECISION)
+        removal = factor_of_removals(query, d, exclusive, i, level, C, AFTER, PRECISION)
         q = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
         a = (channels(removals, i, later, j, K, BJ) * removal).to(OPERAND)
         b = tl.trans((channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND))
@@ -88,14 +91,14 @@ def store_state_factors(
     """Store the columns j of Qr, Ar, Kr (pointers [C,BJ]) and of the decay of the chunk (pointers [BJ])."""
     g, g_t, g_k = gates
     d = decays(g, i, live, g_t, j, g_k, K, BJ)
-    G = selected(d, triangles, INCLUSIVE, i, C, PRECISION)
+    G = selected_by_parts(d, triangles, INCLUSIVE, i, C, PRECISION)
     tl.store(qr, (channels(queries, i, live, j, K, BJ) * scale * tl.exp2(G)).to(qr.dtype.element_ty))
     if not AFTER:
-        G = selected(d, triangles, EXCLUSIVE, i, C, PRECISION)
+        G = selected_by_parts(d, triangles, EXCLUSIVE, i, C, PRECISION)
     removal = channels(removals, i, live, j, K, BJ) * (-1.0 if STREAMS == 1 else 1.0)
     tl.store(ar, (removal * tl.exp2(G)).to(ar.dtype.element_ty))
     if STREAMS == 2:
-        rest = tl.exp2(selected(d, triangles, LATER, i, C, PRECISION))
+        rest = tl.exp2(selected_by_parts(d, triangles, LATER, i, C, PRECISION))
         tl.store(kr, (channels(keys, i, live, j, K, BJ) * rest).to(kr.dtype.element_ty))
     tl.store(total, tl.exp2(tl.sum(d, 0)))
 
@@ -242,7 +245,7 @@ def penstock_delta_prepare(
         j = first + tl.arange(0, BJ)
         B = channels(writes, i, live, j, K, BJ)
         if GATE == CHANNEL:
-            B *= tl.exp2(selected(decays(g, i, live, g_t, j, g_k, K, BJ), triangles, LATER, i, C, PRECISION))
+            B *= tl.exp2(selected_by_parts(decays(g, i, live, g_t, j, g_k, K, BJ), triangles, LATER, i, C, PRECISION))
         else:
             _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
             B *= rest[:, None]

@@ -6,7 +6,7 @@ state, of a and of q, read the same state, so a token has one phase of sums over
     one stream    S~ = exp(g) o S    u = beta (v - k S~)    o = scale (q S~ + (q . k) u)              S' = S~ + k^T u
     two streams   w = a S            o = scale ((q o exp(g)) S + (q . b) w + (q . k) v)               S' = exp(g) o S + b^T w + k^T v
 
-Over many tokens (PENDING) decays stay pending, see ``gpu/pending.py``.
+Over many tokens (PENDING) decays stay pending, see ``gpu/pending.py``. Raw inputs are computed here as in ``raw.py``, bit by bit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....gpu.decays import CHANNEL, NONE, decayed, exp
+from ....gpu.decays import CHANNEL, FLOOR, NONE, decayed, exp
 from ....gpu.pending import apply_or_pend, log_decay, nothing_pending
 from ....gpu.tiles import after_loads, rounded, sum_of_rows, tokens_of
+from .raw import SIGMOID, log_decay_of, root_of_squares, sigmoid
+
+
+@triton.jit
+def gate_of_token(x, gate, DECAY: tl.constexpr, RAW: tl.constexpr):
+    """The log decay of a raw gate; finite or NaN."""
+    if RAW > 0:
+        rate, bias, bound = gate
+        x = tl.maximum(log_decay_of(x.to(tl.float32) + bias, rate, bound, RAW), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def load_gate(g, j, g_k, there, DECAY: tl.constexpr, RAW: tl.constexpr):
+    """A token's log decay, or its raw gate."""
+    if RAW == 0:
+        x = log_decay(g, j, g_k, there, DECAY)
+    elif DECAY == CHANNEL:
+        x = tl.load(g + j * g_k, mask=there, other=0.0)
+    else:
+        x = tl.load(g)
+    return x
+
+
+@triton.jit
+def unit(x, pointer, UNIT: tl.constexpr):
+    """X divided by its norm and rounded to its dtype, if UNIT."""
+    if UNIT:
+        x = (x / root_of_squares(x[:, None])).to(pointer.dtype.element_ty).to(tl.float32)
+    return x
 
 
 @triton.jit
 def one_stream(
-    S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine,
-    DECAY: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr,
+    S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, gate,
+    DECAY: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr, UNIT: tl.constexpr, LOGITS: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """The state after a token, with what is pending. All but S to read are pointers to the token's; its output is stored."""
     qt = tl.load(q, mask=there, other=0.0)
@@ -30,11 +60,14 @@ def one_stream(
     vt = tl.load(v, mask=mine, other=0.0)
     strength = tl.load(beta).to(tl.float32)
     if DECAY != NONE:
-        gt = log_decay(g, j, g_k, there, DECAY)
+        gt = load_gate(g, j, g_k, there, DECAY, RAW)
         if DECAY == CHANNEL:
             gt = after_loads(gt, CUDA)
-    qt = after_loads(qt, CUDA) * scale
-    kt = after_loads(kt, CUDA)
+        gt = gate_of_token(gt, gate, DECAY, RAW)
+    if LOGITS > 0:
+        strength = sigmoid(strength) * LOGITS
+    qt = unit(after_loads(qt, CUDA), q, UNIT) * scale
+    kt = unit(after_loads(kt, CUDA), k, UNIT)
     vt = after_loads(vt, CUDA)
     if DECAY != NONE:
         S, P, rest, read = apply_or_pend(S, P, rest, read, gt, DECAY, PENDING)
@@ -53,8 +86,8 @@ def one_stream(
 
 @triton.jit
 def two_streams(
-    S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine,
-    DECAY: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr,
+    S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, gate,
+    DECAY: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """The same, of a removal that reads the state before the decay."""
     qt = tl.load(q, mask=there, other=0.0)
@@ -62,9 +95,10 @@ def two_streams(
     at = tl.load(a, mask=there, other=0.0)
     bt = tl.load(b, mask=there, other=0.0)
     vt = tl.load(v, mask=mine, other=0.0)
-    gt = log_decay(g, j, g_k, there, DECAY)
+    gt = load_gate(g, j, g_k, there, DECAY, RAW)
     if DECAY == CHANNEL:
         gt = after_loads(gt, CUDA)
+    gt = gate_of_token(gt, gate, DECAY, RAW)
     qt = after_loads(qt, CUDA) * scale
     kt = after_loads(kt, CUDA)
     at = after_loads(at, CUDA)
@@ -86,12 +120,12 @@ def two_streams(
 
 @triton.jit(do_not_specialize=["T"])
 def penstock_delta_recurrent(
-    q, k, v, g, beta, a, b, initial_state, output, final_state, cu_seqlens, slots, scale, T, H,
+    q, k, v, g, beta, a, b, A_log, dt_bias, initial_state, output, final_state, cu_seqlens, slots, scale, bound, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h,
-    a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k, s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
+    a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k, A_log_h, dt_bias_h, dt_bias_k, s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STREAMS: tl.constexpr, DECAY: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
-    ONE: tl.constexpr, CUDA: tl.constexpr,
+    ONE: tl.constexpr, CUDA: tl.constexpr, UNIT: tl.constexpr, LOGITS: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """S_t = exp(g_t) o S_{t-1} + b_t^T w_t + k_t^T v_t with w_t = a_t S_{t-1}; one stream: S~ + beta_t k_t^T (v_t - k_t S~).
 
@@ -99,7 +133,8 @@ def penstock_delta_recurrent(
     output [B,T,H,V] and the states. Program (sequence, head, block of V): token by token. With SLOTS, sequence n uses state ``slots[n]``.
 
     PIECE > 0: updates in place, of the tokens after the whole pieces of PIECE tokens. After each token the state is as if stored and
-    loaded. If a slot is negative, an output of 0 is stored. ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA.
+    loaded. If a slot is negative, an output of 0 is stored. ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA. UNIT,
+    LOGITS, RAW and BIAS: see ``raw.py``; with RAW, g are raw gates.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -141,17 +176,36 @@ def penstock_delta_recurrent(
     P = nothing_pending(BK, DECAY)
     rest = P
     read = P + 1.0
+    rate = 1.0
+    bias = 0.0
+    if RAW > 0:
+        if RAW != SIGMOID:
+            rate = exp(tl.load(A_log + h * A_log_h).to(tl.float32))
+        if BIAS:
+            if DECAY == CHANNEL:
+                bias = tl.load(dt_bias + h * dt_bias_h + j * dt_bias_k, mask=there, other=0.0).to(tl.float32)
+            else:
+                bias = tl.load(dt_bias + h * dt_bias_h).to(tl.float32)
+    gate = (rate, bias, bound)
     if ONE:
         if STREAMS == 1:
-            S, P, rest, read = one_stream(S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+            S, P, rest, read = one_stream(
+                S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, gate, DECAY, PENDING, CUDA, UNIT, LOGITS, RAW
+            )
         else:
-            S, P, rest, read = two_streams(S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+            S, P, rest, read = two_streams(
+                S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, gate, DECAY, PENDING, CUDA, RAW
+            )
     else:
         for _t in tl.range(first, length):
             if STREAMS == 1:
-                S, P, rest, read = one_stream(S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+                S, P, rest, read = one_stream(
+                    S, P, rest, read, q, k, v, g, beta, output, scale, j, g_k, there, mine, gate, DECAY, PENDING, CUDA, UNIT, LOGITS, RAW
+                )
             else:
-                S, P, rest, read = two_streams(S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, DECAY, PENDING, CUDA)
+                S, P, rest, read = two_streams(
+                    S, P, rest, read, q, k, v, g, a, b, output, scale, j, g_k, there, mine, gate, DECAY, PENDING, CUDA, RAW
+                )
             if PIECE > 0:
                 S = rounded(S, final_state)
             q += q_t

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ....gpu.decays import SCALAR
 from ....gpu.tiles import product
-from .gradients import gradients_of_states, store_columns
+from .gradients import gradients_of_columns, gradients_of_rows, store_columns
 from .levels import EXCLUSIVE, INCLUSIVE, chunk_of, ordered, scalar_factors, strengths
 from .prepare import channels
 
@@ -50,12 +50,14 @@ def penstock_delta_scalar_gradients(
     of_rows = tl.zeros((C,), tl.float32)
     of_columns = tl.zeros((C,), tl.float32)
     of_states = 0.0
+    once = tl.cdiv(tokens, C)
     for first in tl.range(0, K, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        dQ, dA, dB, kept = gradients_of_states(
-            x + share * (C * V), z + share * (C * V), chunk_states + share * (K * V), d_chunk_states + share * (K * V), d_outputs,
-            strength, j, i, live, K, BJ, V, BV, C, PRECISION,
-        )  # fmt: skip
+        dS = d_chunk_states + share * (K * V)
+        dQ, dA, kept = gradients_of_rows(
+            z + share * (C * V), chunk_states + share * (K * V), dS, d_outputs, strength, j, i, live, once, K, BJ, V, BV, C, PRECISION
+        )
+        dB = gradients_of_columns((x + share * (C * V), V, 1), dS, j, i, live, once, K, BJ, V, BV, C, PRECISION)
         dQ *= read[:, None] * scale
         dA *= read[:, None]
         dB *= rest[:, None]

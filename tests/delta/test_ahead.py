@@ -1,0 +1,56 @@
+"""The calls of the delta rule that are compiled ahead of time. Nothing is compiled here."""
+
+import pytest
+
+from penstock.delta.inputs import of_every_head
+from penstock.delta.triton import ahead, launch, plan
+from penstock.delta.triton.forms import lists, raw
+from penstock.delta.variants import VARIANTS
+from penstock.gpu.plan import Planned
+from penstock.gpu.targets import SMALL, TARGETS
+from penstock.tune.ahead import jobs
+from penstock.tune.shipped import launches
+
+EVERY = {
+    one.name
+    for forms in (lists.CHUNK_FORWARD, lists.CHUNK_BACKWARD, lists.TOKEN_FORWARD, lists.PIECES, lists.TOKENS_IN_PLACE)
+    for one in forms
+}
+RAW = {"penstock_delta_raw_fwd", "penstock_delta_raw_bwd", "penstock_delta_raw_sums"}
+
+
+def names(arch):
+    return {name: job.kernel for one in ahead.configurations(arch) for name, job in launches(one, TARGETS[arch])}
+
+
+def test_every_variant_form_and_kernel_is_compiled():
+    assert {one.variant for one in ahead.CONFIGURATIONS} == set(VARIANTS)
+    found = names("sm_90")  # has code of all forms
+    assert {name.split(": ")[2] for name in found if ": raw" not in name} >= EVERY
+    assert {kernel.rpartition(".")[2] for kernel in found.values()} >= RAW
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_small_gpus_have_every_kernel(arch):
+    assert set(names(arch).values()) == set(names("sm_80").values())
+    assert {one.name for one in ahead.configurations(arch)} == set(ahead.IN_PART)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if "backward" in one.passes], ids=lambda one: one.name)
+def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
+    """And arguments of the same types, for which Triton compiles: while the forward pass runs."""
+    p = of_every_head(one._problem("forward"))
+    planned, tensors = launch._backward_to_come(p, TARGETS[arch], plan.chunk_forward_plan(p, TARGETS[arch]))
+    given = {name: p.q if x is None else x for name, x in tensors.items()}
+    found = jobs(Planned(planned.at(p.sizes), given), arch)
+    wanted = {which.partition(": ")[2]: made for which, made in one.planned(TARGETS[arch]) if which.startswith("backward")}
+    assert found == jobs(wanted[planned.forms[0]], arch)
+
+
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if one.raw], ids=lambda one: one.name)
+def test_the_stage_that_follows_has_the_kernels_of_its_backward_pass(one):
+    p, target = one._problem("forward"), TARGETS["sm_90"]
+    planned, tensors = launch._raw_backward_to_come(p, target, raw.forward_plan(p))
+    found = Planned(planned.at(p.sizes), {name: p.q if x is None else x for name, x in tensors.items()})
+    assert jobs(found, target.arch) == jobs(dict(one.planned(target))["raw backward"], target.arch)
