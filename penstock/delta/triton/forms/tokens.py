@@ -20,7 +20,7 @@ from .chunks import start
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 ARGUMENTS = ("q", "k", "v", "g", "beta")
-"""In a call with raw gates, these take the place of g."""
+"""Tensors of a call. Raw gates take the place of g."""
 FULL, REGISTERS = 64, 168
 """Elements of a state that a thread has in a step of a full block, and its registers at most."""
 WIDEST = 256
