@@ -17,8 +17,9 @@ tokens, in float32 and without atomics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors
 from ..call.implementation import FormVerdict, Implementation, Mode, Upstream
+from ..gpu.sharing import once
 from ..tokens.decays import FASTEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
@@ -127,7 +129,7 @@ def of_every_head(p: P) -> P:
     given = {name: x for name in SHARED if (x := getattr(p, name)) is not None and x.shape[2] != H}
     if not given:
         return p
-    whole = p.with_tensors({name: repeated(x, H) for name, x in given.items()})
+    whole = p.with_tensors({name: once(("heads", H), (x,), partial(repeated, x, H)) for name, x in given.items()})
     whole.sizes, whole.groups = {**p.sizes, "G": H, "J": H}, p.sizes["G"]
     return whole
 
@@ -154,7 +156,7 @@ def prepared(
 
     def ready(p: P, mode: Mode) -> P:
         if is_raw(p) and raw(p, mode) is not None:
-            return known(p, canonical(p, computed(p, wide)))
+            return known(p, canonical(p, once(*_stage(p, wide), lambda: computed(p, wide))))
         return p
 
     def known(p: P, made: P) -> P:
@@ -222,6 +224,20 @@ def prepared(
     )
 
 
+def _stage(p: DeltaTokens, wide: bool) -> tuple[Hashable, list[Tensor]]:
+    """What the stage of raw inputs depends on, for ``once``."""
+    read = [x for x in (p.q, p.k, p.beta, p.raw, p.A_log, p.dt_bias) if x is not None]
+    return (wide, p.use_qk_l2norm, p.beta_logits, p.allow_neg_eigval, p.lower_bound, p.variant.raw), read
+
+
+def _tracked(p: DeltaTokens, raw: Sequence[str], wide: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The raw inputs of these names, the canonical tensors that autograd derives from them, and the latter without autograd."""
+    with torch.enable_grad():
+        leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
+        made = computed(p.with_tensors(leaves), wide)
+    return leaves, made, {name: x.detach() for name, x in made.items()}
+
+
 def _backward(
     backward: Callable[[Any, Upstream], Tensors], p: Any, upstream: Upstream, staged: bool, wide: bool,
     known: Callable[[Any, Any], Any], whole: Callable[[Any], Any],
@@ -235,14 +251,13 @@ def _backward(
         if staged:
             wanted["g"] = any(wanted[name] for name in OF_DECAY)
             raw = [*(("q", "k") if p.use_qk_l2norm else ()), *(("beta",) if p.beta_logits else ()), *OF_DECAY[1:]]
-            with torch.enable_grad():
-                leaves = {name: x.detach().requires_grad_() for name in raw if (x := getattr(p, name)) is not None}
-                made = computed(p.with_tensors(leaves), wide)
-            p = known(p, canonical(p, {name: x.detach() for name, x in made.items()}))
+            key, read = _stage(p, wide)
+            leaves, made, values = once((key, *raw), read, lambda: _tracked(p, raw, wide))
+            p = known(p, canonical(p, values))
         flags = tuple([wanted[name] for name in Gradients._fields])
         found = dict(zip(Gradients._fields, _of_groups(p, backward(whole(p), upstream._replace(wanted=flags)))))
         pairs = [(x, d.to(x.dtype)) for name, x in made.items() if (d := found.pop(name)) is not None]
-        if pairs:
+        if pairs and any(wanted[name] for name in leaves):
             through = torch.autograd.grad([x for x, _ in pairs], [*leaves.values()], [d for _, d in pairs], allow_unused=True)
             found |= dict(zip(leaves, through))
     return [found.get(name) for name in names]
