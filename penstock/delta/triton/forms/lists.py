@@ -7,13 +7,13 @@ from collections.abc import Callable
 from ....gpu.forms import Form
 from ....gpu.plan import Plan
 from ..calls import Backward, Forward, InPlace
-from . import channels_sm90, chunks, tokens
+from . import channels_sm90, chunks, segments, tokens
 
 InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 """Adds its launches to a plan, which write an output, for pieces of a number of tokens or for the tokens after them."""
 
-CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (channels_sm90.FORWARD, chunks.FORWARD)
-CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (chunks.BACKWARD,)
+CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (channels_sm90.FORWARD, segments.FORWARD, chunks.FORWARD)
+CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (segments.BACKWARD, chunks.BACKWARD)
 TOKEN_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (tokens.FORWARD,)
 PIECES: tuple[InPlaceForm, ...] = (chunks.PIECES,)
 """Of an update in place: whole pieces of 64 tokens."""
