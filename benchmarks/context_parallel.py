@@ -1,10 +1,11 @@
 """Context parallelism of operators: time on several GPUs beside one GPU, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--variants rwkv6 gla] [--tokens 65536] [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--variants rwkv6 kda] [--tokens 65536] [--impl NAME] [--json FILE]
 
-``--tokens`` is for each GPU. Weak: a GPU's slice alone over the same slice as one of N. Strong: all tokens on one GPU over N times the
-time of N GPUs. Every rank also computes the whole call: its own results are compared with that first. Times are medians of the slowest
-rank: of a call that begins on idle GPUs, while the host launches the next kernels, and of a call in a row, as in a model.
+``--tokens`` is for each GPU, ``--impl`` for all variants. Weak: a GPU's slice alone over the same slice as one of N. Strong: all tokens on
+one GPU over N times the time of N GPUs. Every rank also computes the whole call: its own results are compared with that first. Times are
+medians of the slowest rank: of a call that begins on idle GPUs, while the host launches the next kernels, and of a call in a row, as in a
+model.
 """
 
 import argparse
@@ -18,9 +19,13 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.recurrence.variants import VARIANTS
+from penstock.delta import variants as removals
+from penstock.recurrence import variants as sums
 
-SIZES = {"rwkv6": (32, 64), "gla": (32, 64), "simple_gla": (32, 64), "retention": (32, 64), "linear_attention": (32, 64), "rwkv5": (32, 64)}
+VARIANTS = {**sums.VARIANTS, **removals.VARIANTS}
+WIDE = ("kda", "gated_delta_rule", "delta_rule")
+"""Variants with heads of 128; others have 64."""
+SIZES = {name: (32, 128 if name in WIDE else 64) for name in VARIANTS}
 ROW = 8
 """Calls in a row."""
 
@@ -36,22 +41,33 @@ def draw(variant, tokens, device):
     row = VARIANTS[variant]
     axes = {"B": 1, "T": tokens, "H": H, "K": D}
     q, k, v = (normal(1, tokens, H, D).mul_(0.1).bfloat16() for _ in range(3))
+    found = {row.query: q, "k": k, "v": v}
+    if variant in removals.VARIANTS:
+        found |= removal(row, normal, (1, tokens, H, D))
     g = -torch.exp(normal(*(axes[axis] for axis in row.decay)) - 4).bfloat16() if row.decay else None
     if variant == "retention":
         g = g.float()
-    u = normal(H, D) if row.bonus else None
-    return {"q": q, "k": k, "v": v, "g": g, "u": u}, normal(1, tokens, H, D).bfloat16()
+    if g is not None:
+        found[row.gate] = g
+    if variant in sums.VARIANTS and row.bonus:
+        found["u"] = normal(H, D)
+    return found, normal(1, tokens, H, D).bfloat16()
+
+
+def removal(row, normal, sizes):
+    """Keys of norm 1, and beta or a and b."""
+    keys = torch.nn.functional.normalize(normal(*sizes), dim=-1)
+    if row.streams == 1:
+        return {"k": keys.bfloat16(), "beta": normal(*sizes[:3]).sigmoid().bfloat16()}
+    return {"a": -keys.bfloat16(), "b": (keys * normal(*sizes[:3], 1).sigmoid()).bfloat16()}
 
 
 def sliced(tensors, begin, end):
-    return {n: x[:, begin:end].contiguous() if x is not None and x.dim() > 2 else x for n, x in tensors.items()}
+    return {n: x[:, begin:end].contiguous() if x.dim() > 2 else x for n, x in tensors.items()}
 
 
-def call(variant, x, context=None):
-    given = [x[name] for name in ("q", "k", "v")]
-    if variant == "retention":
-        return getattr(ps, variant)(*given, g=x["g"], context=context).output
-    return getattr(ps, variant)(*given, *(x[name] for name in ("g", "u") if x[name] is not None), context=context).output
+def call(variant, x, impl, context=None):
+    return getattr(ps, variant)(**x, impl=impl, context=context).output
 
 
 def timed(function, samples, calls=1):
@@ -74,21 +90,21 @@ def timed(function, samples, calls=1):
     return statistics.median(found)
 
 
-def measured(variant, tokens, samples):
+def measured(variant, tokens, samples, impl):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole, upstream = draw(variant, ranks * tokens, "cuda")
     begin = rank * tokens
     own, d_own = sliced(whole, begin, begin + tokens), upstream[:, begin : begin + tokens].contiguous()
     context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=tokens, lengths=[tokens] * ranks)
-    found = {"variant": variant, "tokens": tokens, "ranks": ranks}
+    found = {"variant": variant, "tokens": tokens, "ranks": ranks, "impl": impl}
 
     def forward(x, context=None):
         with torch.no_grad():
-            return call(variant, x, context)
+            return call(variant, x, impl, context)
 
     def both(x, d, context=None):
-        leaves = {name: y.detach().requires_grad_() for name, y in x.items() if y is not None}
-        return torch.autograd.grad(call(variant, {**x, **leaves}, context), list(leaves.values()), d)
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+        return torch.autograd.grad(call(variant, leaves, impl, context), list(leaves.values()), d)
 
     def error(x, y):
         return float((x.float() - y.float()).norm() / y.float().norm())
@@ -106,7 +122,8 @@ def measured(variant, tokens, samples):
             "strong": all_alone / ranks / parallel,
         }  # fmt: skip
     H, D = SIZES[variant]
-    packet = torch.zeros(1, H, D, D + 1, device="cuda")
+    columns = 0 if ranks == 2 else D if variant in removals.VARIANTS else 1
+    packet = torch.zeros(1, H, D, D + columns, device="cuda")
     packets = [torch.empty_like(packet) for _ in range(ranks)]
     found["exchange"] = timed(lambda: dist.all_gather(packets, packet), samples)
     return found
@@ -117,13 +134,14 @@ def main():
     parser.add_argument("--variants", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--impl", default="auto")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     found = []
     for variant in given.variants:
-        found.append(measured(variant, given.tokens, given.samples))
+        found.append(measured(variant, given.tokens, given.samples, given.impl))
         if dist.get_rank() == 0:
             print(json.dumps(found[-1]), flush=True)
         torch.cuda.empty_cache()

@@ -19,8 +19,9 @@ float32, without atomics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors
 from ..call.implementation import FormVerdict, Implementation, Mode, Upstream
+from ..gpu.sharing import once
 from ..tokens.decays import FASTEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
@@ -168,7 +170,7 @@ def of_every_head(p: P) -> P:
     given = {name: x for name in SHARED if (x := getattr(p, name)) is not None and x.shape[2] != H}
     if not given:
         return p
-    whole = p.with_tensors({name: repeated(x, H) for name, x in given.items()})
+    whole = p.with_tensors({name: once(("heads", H), (x,), partial(repeated, x, H)) for name, x in given.items()})
     whole.sizes, whole.groups = {**p.sizes, "G": H, "J": H}, p.sizes["G"]
     return whole
 
@@ -207,7 +209,7 @@ def prepared(
 
     def ready(p: P, mode: Mode, gradients: bool = False) -> P:
         if is_raw(p) and raw(p, mode) is not None:
-            return known(p, canonical(p, stage.forward(p, wide, gradients)))
+            return known(p, canonical(p, once(*_read(p, stage, wide), lambda: stage.forward(p, wide, gradients))))
         return p
 
     def known(p: P, made: P) -> P:
@@ -275,6 +277,12 @@ def prepared(
     )
 
 
+def _read(p: DeltaTokens, stage: Stage, wide: bool) -> tuple[Hashable, list[Tensor]]:
+    """What the stage of raw inputs depends on, for ``once``."""
+    read = [x for x in (p.q, p.k, p.beta, p.raw, p.A_log, p.dt_bias) if x is not None]
+    return (stage.name, wide, p.use_qk_l2norm, p.beta_logits, p.allow_neg_eigval, p.lower_bound, p.variant.raw), read
+
+
 def _backward(
     backward: Callable[[Any, Upstream], Tensors], p: Any, upstream: Upstream, staged: bool, stage: Stage, wide: bool,
     known: Callable[[Any, Any], Any], whole: Callable[..., Any],
@@ -286,13 +294,14 @@ def _backward(
     with torch.inference_mode(False):  # a compiled graph runs this below autograd
         if staged:
             wanted["g"] = any(wanted[name] for name in OF_DECAY)
-            made, pull = stage.differentiable(p, wide)
+            key, read = _read(p, stage, wide)
+            made, pull = once(("gradients", key), read, lambda: stage.differentiable(p, wide))
             p = known(p, canonical(p, made))
         flags = tuple([wanted[name] for name in Gradients._fields])
         computed_by = backward(whole(p, "backward", upstream.gradients[0]), upstream._replace(wanted=flags))
         found = dict(zip(Gradients._fields, _of_groups(p, computed_by)))
         given = {name: d for name in made if (d := found.pop(name)) is not None}
-        if given:
+        if given and any(wanted[name] for name in ("q", "k", "beta", *OF_DECAY)):
             found |= pull(given)
     return [found.get(name) for name in names]
 

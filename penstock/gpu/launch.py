@@ -205,9 +205,10 @@ class Bound:
                 found = kept.pop(key, None)
                 if found is not None:
                     tensors.update(zip(one.writes, found[1]))
-                    continue
                 if self.prepared.plan.keeps:
-                    kept[key] = read, tuple([tensors[name] for name in one.writes])
+                    kept[key] = found or (read, tuple([tensors[name] for name in one.writes]))
+                if found is not None:
+                    continue
             left.append(step)
         return left
 

@@ -12,6 +12,7 @@ The combined states depend on the cuts only: one process that computes the slice
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -209,7 +210,8 @@ class ContextParallel:
         if self._crossed:
             made = None
             if self._summarizes(passes, own.leaves, -1, q.is_cuda):
-                made, columns = passes.summary(self._of_part(passes, here, -1), begins, own.within)
+                with self._sharing(-1):
+                    made, columns = passes.summary(self._of_part(passes, here, -1), begins, own.within)
             entered = self._combined(passes, made, columns, (q, v), False)
             if entered is not None:
                 mine = self._with_row(mine, entered, 0)
@@ -268,7 +270,8 @@ class ContextParallel:
         if self._summarizes(passes, own.enters, 0, q.is_cuda):
             *given, part = self._of_part(passes, [*here[:-2], None, None, d_output], 0, [*passes.timed, True])
             assert part is not None
-            made = passes.adjoint(given, part, ends)
+            with self._sharing(0):
+                made = passes.adjoint(given, part, ends)
         left = self._combined(passes, made, None if columns is None else passes.transition.adjoint(columns), (q, v), True)
         return d_states if left is None else self._with_row(d_states, left, -1)
 
@@ -279,6 +282,10 @@ class ContextParallel:
         n = self.slice.sequences[place]
         begin = self.slice.begin
         return slice(max(self.offsets[n] - begin, 0), min(self.offsets[n + 1] - begin, self.tokens))
+
+    def _sharing(self, place: int) -> AbstractContextManager[object]:
+        """Whether the call on this rank takes results of the summary of its first or last sequence. Else they are freed after it."""
+        return nullcontext() if self._part(place) == slice(0, self.tokens) else shared()
 
     def _of_part(self, passes: Passes, tensors: Tensors, place: int, timed: Sequence[bool] = ()) -> Tensors:
         """The tensors with the tokens of this rank's first or last sequence."""

@@ -61,6 +61,24 @@ class TokenCall:
         """The most sequences with a piece of ``piece`` tokens."""
         return lambda s: min(s["N"], s["T"] // piece) if self.packed else s["N"] * (s["T"] >= piece)
 
+    def segment(self, C: int, each: int, programs_per_sm: int, least: int = 2) -> Callable[[Sizes], int] | None:
+        """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
+
+        ``each``: the number of programs for a head of a sequence. ``least``: fewer segments of a sequence are not worth their launches.
+        """
+        target = programs_per_sm * self.target.multiprocessors
+        if least * self.N * self.H * each > target:
+            return None
+
+        def tokens(s: Sizes) -> int:
+            programs = max(s["N"] * self.H * each, 1)
+            total = s["T"] * s["B"] if self.packed else s["T"]
+            wanted = math.ceil(target * s["N"] / programs) if self.packed else target // programs
+            segments = min(wanted, max(total // (4 * C), 1))
+            return max(math.ceil(total / segments / C), 1) * C
+
+        return tokens if tokens({"B": self.B, "T": self.T, "N": self.N}) < self.T else None
+
 
 def plan_name(name: str, p: TokenProblem) -> str:
     """The name of a pass's plan: blocks of key channels, and heads that share q and k, have plans of their own."""

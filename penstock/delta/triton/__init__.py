@@ -110,7 +110,8 @@ def _backward(p: Delta, upstream: Upstream) -> Gradients:
         names = [one.name for one in p.signature.arguments if one.gradient]
         found = dict(zip(names, gradients_of_nothing(p, d_final_state)))
         return Gradients(*(found.get(name) for name in Gradients._fields))
-    return _launch().chunk_backward(p, d_output, d_final_state)  # type: ignore[no-any-return]
+    state_alone = [name for name, need in zip(Gradients._fields, upstream.wanted) if need] == ["initial_state"]
+    return _launch().chunk_backward(p, d_output, d_final_state, state_alone)  # type: ignore[no-any-return]
 
 
 def _advance(p: Advance) -> Tensor:

@@ -128,6 +128,8 @@ class Backward(Call):
     d_output: Tensor | None = None
     """None where a form is asked for its reasons alone."""
     d_final_state: Tensor | None = None
+    state_alone: bool = False
+    """Whether only the gradient of the initial state is wanted. It depends on no state."""
 
 
 def shared(p: DeltaTokens, target: Target) -> dict[str, Any]:

@@ -94,14 +94,15 @@ def advance(p: Advance) -> Tensor:
     return launch.run("delta advance", p, Target.of, lambda at: plan.advance_plan(p, at), tensors)["output"]
 
 
-def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
-    """All gradients, chunk by chunk."""
+def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None, state_alone: bool) -> Gradients:
+    """All gradients, chunk by chunk; with ``state_alone`` that of the initial state."""
     found = launch.run(
-        plan_name("delta chunk backward", p), p, Target.of,
-        lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at),
+        plan_name("delta state backward" if state_alone else "delta chunk backward", p), p, Target.of,
+        lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, state_alone),
         _inputs(p, d_output=d_output, d_final_state=d_final_state), d_output, d_final_state,
     )  # fmt: skip
     state = p.initial_state
     d_initial = None if state is None else found["d_initial_state"].to(state.dtype)
-    names = [name for name in Gradients._fields if name != "initial_state"]
-    return Gradients(**{name: found.get("d" + name) for name in names}, initial_state=d_initial)
+    names = [] if state_alone else [name for name in Gradients._fields if name != "initial_state"]
+    none: Inputs = dict.fromkeys(Gradients._fields)
+    return Gradients(**none | {name: found.get("d" + name) for name in names} | {"initial_state": d_initial})

@@ -20,9 +20,10 @@ def chunk_forward_plan(p: Delta, target: Target) -> Plan:
     return planned(CHUNK_FORWARD, Forward.of(p, target))
 
 
-def chunk_backward_plan(p: Delta, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
-    """All gradients by chunks, by the names of the arguments with a d in front; ``d_initial_state``."""
-    return planned(CHUNK_BACKWARD, Backward.of(p, target, d_output=d_output, d_final_state=d_final_state))
+def chunk_backward_plan(p: Delta, d_output: Tensor, d_final_state: Tensor | None, target: Target, state_alone: bool = False) -> Plan:
+    """All gradients by chunks, by the names of the arguments with a d in front; ``d_initial_state``, with ``state_alone`` only this."""
+    call = Backward.of(p, target, d_output=d_output, d_final_state=d_final_state, state_alone=state_alone)
+    return planned(CHUNK_BACKWARD, call)
 
 
 def recurrent_forward_plan(p: Delta, target: Target) -> Plan:

@@ -6,8 +6,6 @@ the exact sizes, so calls with equal counts share a plan.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,7 @@ from typing_extensions import Self
 
 from ...gpu import decays
 from ...gpu.levels import levels
-from ...gpu.plan import Plan, Sizes, chunks
+from ...gpu.plan import Plan, chunks
 from ...gpu.target import Target, from_registers, power, precision
 from ...tokens.gpu_calls import TokenCall
 from ..declaration import Advance, Recurrence, Tokens
@@ -100,24 +98,6 @@ class Call(TokenCall):
     def stored(self, C: int) -> torch.dtype:
         """The dtype of stored states before chunks of C tokens. Products round them to bfloat16, but a caller's own state stays float32."""
         return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
-
-    def segment(self, C: int, each: int, programs_per_sm: int, least: int = 2) -> Callable[[Sizes], int] | None:
-        """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
-
-        ``each``: the number of programs for a head of a sequence. ``least``: fewer segments of a sequence are not worth their launches.
-        """
-        target = programs_per_sm * self.target.multiprocessors
-        if least * self.N * self.H * each > target:
-            return None
-
-        def tokens(s: Sizes) -> int:
-            programs = max(s["N"] * self.H * each, 1)
-            total = s["T"] * s["B"] if self.packed else s["T"]
-            wanted = math.ceil(target * s["N"] / programs) if self.packed else target // programs
-            segments = min(wanted, max(total // (4 * C), 1))
-            return max(math.ceil(total / segments / C), 1) * C
-
-        return tokens if tokens({"B": self.B, "T": self.T, "N": self.N}) < self.T else None
 
 
 @dataclass(frozen=True, eq=False)

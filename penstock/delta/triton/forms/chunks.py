@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ def refuses(call: Call) -> str | None:
 
 
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:
-    """Add the memory of tiles that do not depend on states, and the launch that computes them."""
+    """Add the memory of tiles that depend on no states, and the launch that computes them. Other passes over its tokens may take them."""
     slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
     channel, two = call.decay == CHANNEL, call.streams == 2
     levels, anchors = len(lengths(C, call.low)), call.low > 0
@@ -34,14 +35,16 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
     def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
         return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
 
+    tiles = (
+        memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two), memory("solved", C, C, dtype=torch.float32),
+        memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel), memory("ar", C, BK, needed=channel),
+        memory("kr", C, BK, needed=two), memory("total", BK, dtype=torch.float32, needed=channel),
+    )  # fmt: skip
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
-        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan),
-         memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two),
-         memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel),
-         memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
-         memory("total", BK, dtype=torch.float32, needed=channel), "cu_seqlens"),
+        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), *tiles, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
+        writes=tuple([name for name in tiles if name != "q"]),
         K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors,
         PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
@@ -53,81 +56,117 @@ def present(plan: Plan, *names: str) -> tuple[str, ...]:
 
 
 TILES = ("ap", "bt", "qr", "ar", "kr", "late", "total")
+State = tuple[str | None, tuple[int, ...]]
+"""A state's name, None for zeros, and its strides."""
+NOTHING: State = (None, (0, 0, 0, 0))
 
 
 def walked(
-    plan: Plan, call: Call, programs: Size, initial: str | None, steps: tuple[int, ...], output: str | None, final: str, keep: bool,
-    piece: int = 0, slots: str = "", fused: bool = True,
+    plan: Plan, call: Call, programs: Size, initial: State, output: str | None, final: str, keep: bool, piece: int = 0, slots: str = "",
+    fused: bool = True, segments: Size | None = None, values: tuple[str, int, tuple[int, ...]] | None = None,
 ) -> None:  # fmt: skip
-    """Add the launch of the walk forward in time; with ``keep``, the memory of what the backward pass reads."""
-    b, H, K, V = call.config("walk"), call.H, call.K, call.V
+    """Add the launch of the walk forward in time; with ``keep``, the memory of what the backward pass reads.
+
+    ``segments``: tokens of the segments whose walks are side by side. ``values``: a name, V and strides in place of those of v.
+    """
+    H, K = call.H, call.K
+    v, V, steps = values or ("v", call.V, call.strides("v"))
+    b = call.config("walk")
     x = states = "q"
     if keep:
         x = plan.empty("x", call.chunks(C), H, C, V, dtype=call.tile)
         states = plan.empty("chunk_states", call.chunks(C), H, K, V, dtype=call.tile)
     plan.launch(
         walk.penstock_delta_walk, call.programs(programs, math.ceil(V / b.BV)),
-        ("q", "k", "v", "g", "beta", *present(plan, *TILES), initial or final, output or "q", final, x, states, "cu_seqlens", slots or "q"),
-        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "v", "g", "beta"), *steps), b.warps, fused=fused,
-        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, INITIAL=initial is not None, OUTPUT=output is not None,
-        KEEP=keep, PACKED=call.packed, PIECE=piece, SLOTS=bool(slots), PRECISION=call.precision, STAGES=b.stages,
+        ("q", "k", v, "g", "beta", *present(plan, *TILES), initial[0] or final, output or "q", final, x, states, "cu_seqlens",
+         slots or "q"),
+        (call.p.scale, sequences, tokens, segments or 0, H, *call.strides("q", "k"), *steps, *call.strides("g", "beta"), *initial[1]),
+        b.warps, fused=fused,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, INITIAL=initial[0] is not None,
+        OUTPUT=output is not None, KEEP=keep, PACKED=call.packed, PIECE=piece, SLOTS=bool(slots), SEGMENTS=segments is not None,
+        PRECISION=call.precision, STAGES=b.stages,
     )  # fmt: skip
 
 
-def start(call: Call) -> tuple[str | None, tuple[int, ...]]:
+def start(call: Call) -> State:
     """The initial state's name and strides."""
     state = call.p.initial_state
-    return (None, (0, 0, 0, 0)) if state is None else ("initial_state", state.stride())
+    return NOTHING if state is None else ("initial_state", state.stride())
 
 
 def _forward(call: Forward) -> Plan:
-    plan = Plan()
+    plan = Plan(keeps=True)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
     prepared(plan, call)
-    walked(plan, call, sequences, *start(call), output, final, keep=False)
+    walked(plan, call, sequences, start(call), output, final, keep=False)
     return plan
 
 
+def _memory(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
+    """Memory of a gradient [B,T,H,...]."""
+    return plan.empty(name, batch, tokens, call.H, *shape, dtype=dtype) if needed else "q"
+
+
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again."""
-    plan, p, H, K, V, streams = Plan(), call.p, call.H, call.K, call.V, call.streams
-    d_output, d_final, slots = call.d_output, call.d_final_state, call.chunks(C)
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again.
+
+    With ``state_alone`` only ``d_initial_state``, which depends on no states.
+    """
+    plan, H, K, V = Plan(keeps=True), call.H, call.K, call.V
+    prepared(plan, call)
+    if not call.state_alone:
+        walked(plan, call, sequences, start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
+    walked_back(plan, call, sequences, end(call), plan.empty("d_initial_state", sequences, H, K, V))
+    if not call.state_alone:
+        gradients_of_chunks(plan, call)
+    return plan
+
+
+def end(call: Backward) -> State:
+    """The name of the gradient of the final state and its strides."""
+    return NOTHING if call.d_final_state is None else ("d_final_state", call.d_final_state.stride())
+
+
+def walked_back(plan: Plan, call: Backward, programs: Size, final: State, initial: str, segments: Size | None = None) -> None:
+    """Add the launch of the walk backward in time: ``dv``, ``z``, ``d_chunk_states``, and the gradient of the initial state.
+
+    ``final``: the gradient of the final state; ``segments``: as of ``walked``.
+    """
+    d_output, slots, H, K, V, b = call.d_output, call.chunks(C), call.H, call.K, call.V, call.config("walk_backward")
     assert d_output is not None
+    made = (
+        plan.empty("z", slots, H, C, V, dtype=call.tile), _memory(plan, call, "dv", V, dtype=call.p.v.dtype),
+        plan.empty("d_chunk_states", slots, H, K, V, dtype=call.tile),
+    )  # fmt: skip
+    plan.launch(
+        walk_backward.penstock_delta_walk_bwd, call.programs(programs, math.ceil(V / b.BV)),
+        ("q", "k", "g", "beta", *present(plan, *TILES), "d_output", final[0] or "q", *made, initial, "cu_seqlens"),
+        (call.p.scale, sequences, tokens, segments or 0, H, *call.strides("q", "k", "g", "beta"), *d_output.stride(), *final[1]), b.warps,
+        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, D_FINAL=final[0] is not None,
+        SEGMENTS=segments is not None, PACKED=call.packed, PRECISION=call.precision, STAGES=b.stages,
+    )  # fmt: skip
 
-    def like(name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
-        return plan.empty(name, batch, tokens, H, *shape, dtype=dtype) if needed else "q"
 
+def gradients_of_chunks(plan: Plan, call: Backward) -> None:
+    """Add the launches of the gradients that are left after both walks, one program a chunk."""
+    p, H, K, V, streams, slots, d_output = call.p, call.H, call.K, call.V, call.streams, call.chunks(C), call.d_output
+    assert d_output is not None
+    like = partial(_memory, plan, call)
     dq, dk = (like(name, K, dtype=p.of_heads(p.q)) for name in ("dq", "dk"))
-    dv = like("dv", V, dtype=p.v.dtype)
     da, db = (like(name, K, dtype=p.of_heads(p.q), needed=streams == 2) for name in ("da", "db"))
     dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
     dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
-    d_initial = plan.empty("d_initial_state", sequences, H, K, V)
-    prepared(plan, call)
-    walked(plan, call, sequences, *start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
-    z = plan.empty("z", slots, H, C, V, dtype=call.tile)
-    d_states = plan.empty("d_chunk_states", slots, H, K, V, dtype=call.tile)
-    b = call.config("walk_backward")
-    plan.launch(
-        walk_backward.penstock_delta_walk_bwd, call.programs(sequences, math.ceil(V / b.BV)),
-        ("q", "k", "g", "beta", *present(plan, *TILES), "d_output", "q" if d_final is None else "d_final_state", z, dv, d_states, d_initial,
-         "cu_seqlens"),
-        (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride(),
-         *((0, 0, 0, 0) if d_final is None else d_final.stride())), b.warps,
-        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, D_FINAL=d_final is not None, PACKED=call.packed,
-        PRECISION=call.precision, STAGES=b.stages,
-    )  # fmt: skip
     b = call.config("pairs_backward")
     weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
     straddling = plan.empty("straddling", slots, H, C) if call.decay == SCALAR else "q"
     plan.launch(
         pairs_backward.penstock_delta_pairs_bwd, call.programs(slots, 1),
-        ("v", "g", "beta", "pairs", weights, *present(plan, "late", "solved", "x"), z, "d_output", straddling, dbeta, "cu_seqlens"),
+        ("v", "g", "beta", "pairs", weights, *present(plan, "late", "solved", "x"), "z", "d_output", straddling, dbeta, "cu_seqlens"),
         (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
         V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
-    states, arguments = ("x", z, "chunk_states", d_states, "d_output"), ("q", "k", "v", "g", "beta")
+    states, arguments = ("x", "z", "chunk_states", "d_chunk_states", "d_output"), ("q", "k", "v", "g", "beta")
     if call.decay != CHANNEL:
         b = call.config("scalar_gradients")
         plan.launch(
@@ -136,7 +175,7 @@ def _backward(call: Backward) -> Plan:
             (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride()), b.warps,
             K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision,
         )  # fmt: skip
-        return plan
+        return
     b = call.config("gradients")
     plan.launch(
         gradients.penstock_delta_gradients, call.programs(slots, math.ceil(K / b.BJ)),
@@ -145,14 +184,13 @@ def _backward(call: Backward) -> Plan:
         K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, STREAMS=streams, AFTER=call.after, LEVELS=len(lengths(C, call.low)), ANCHOR=call.low > 0,
         DG=dg != "q", PACKED=call.packed, PRECISION=call.precision,
     )  # fmt: skip
-    return plan
 
 
 def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
     state = ("state", call.p.state.stride())
     prepared(plan, call, piece, fused=False)
-    walked(plan, call, call.with_piece(piece), *state, output, "state", False, piece, "slots" if call.p.slots is not None else "", False)
+    walked(plan, call, call.with_piece(piece), state, output, "state", False, piece, "slots" if call.p.slots is not None else "", False)
 
 
 SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}

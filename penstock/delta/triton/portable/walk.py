@@ -17,20 +17,21 @@ from ....gpu.tiles import product, rounded, sequence_with_pieces, slot_of, tile,
 from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths, where_written
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_delta_walk(
     q, k, v, g, beta, ap, bt, qr, ar, kr, late, total, initial_state, output, final_state, x, chunk_states, cu_seqlens, slots,
-    scale, N, T, H,
+    scale, N, T, L, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, GATE: tl.constexpr,
     INITIAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """X = beta o (R + Ar S), O = Ap X + Qr S, S' = total o S + Bt^T X, chunk after chunk.
 
     Reads q, k [B,T,H,K], v [B,T,H,V], g [B,T,H], beta [B,T,H] and the initial state [N,H,K,V], all by strides, and the tiles of
     ``penstock_delta_prepare``. Writes ``output`` [B,T,H,V] if OUTPUT, and ``final_state`` [N,H,K,V]. If KEEP, also ``x`` [slots,H,C,V] and
-    the states before chunks, ``chunk_states`` [slots,H,K,V]. Program (sequence, head, block of V).
+    the states before chunks, ``chunk_states`` [slots,H,K,V]. Program (sequence, head, block of V). SEGMENTS: (segment of L tokens, head,
+    block of V), and initial and final states are those of segments.
 
     PIECE > 0: updates in place, of whole chunks only. States are rows of a pool, with SLOTS row ``slots[n]``; the state is rounded to the
     pool's dtype after each chunk. If PACKED, the programs are those of the sequences that have a piece, at most T // PIECE.
@@ -44,9 +45,12 @@ def penstock_delta_walk(
         sequence = sequence_with_pieces(sequence, cu_seqlens, N, PIECE)
         if sequence == N:
             return
-    n, batch, row, _step, begin, done, tokens = tokens_of(sequence, cu_seqlens, N, T, 0, False, PACKED, False)
+    n, batch, row, _step, begin, done, tokens = tokens_of(sequence, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
+    if SEGMENTS:
+        if tokens <= 0:
+            return
     share = slot_of(n, begin, done, T, C, PACKED).to(tl.int64) * H + h
-    own = n.to(tl.int64)
+    own = (sequence if SEGMENTS else n).to(tl.int64)
     if PIECE > 0:
         tokens = tokens // PIECE * PIECE
         if SLOTS:

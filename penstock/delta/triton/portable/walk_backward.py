@@ -18,26 +18,31 @@ from ....gpu.tiles import product, slot_of, tile, tokens_of
 from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths, where_written
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_delta_walk_bwd(
     q, k, g, beta, ap, bt, qr, ar, kr, late, total, d_output, d_final_state, z, dv, d_chunk_states, d_initial_state, cu_seqlens,
-    scale, N, T, H,
+    scale, N, T, L, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, o_b, o_t, o_h, o_v, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, GATE: tl.constexpr,
-    D_FINAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    D_FINAL: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Z = Ap^T dO + Bt dS', dS = total o dS' + Qr^T dO + Ar^T (beta o Z), chunk after chunk from the last to the first.
 
     Reads q, k [B,T,H,K], g, beta [B,T,H], dO [B,T,H,V] and the gradient of the final state [N,H,K,V], all by strides, and the tiles of
     ``penstock_delta_prepare``. Writes ``z`` [slots,H,C,V], dv [B,T,H,V], ``d_chunk_states`` (dS') [slots,H,K,V] and ``d_initial_state``
-    [N,H,K,V]. Program (sequence, head, block of V).
+    [N,H,K,V]. Program (sequence, head, block of V). SEGMENTS: (segment of L tokens, head, block of V), and the gradients of final and
+    initial states are those of segments.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     h = (pid // NV % H).to(tl.int64)
-    n, batch, row, _step, begin, done, tokens = tokens_of(pid // NV // H, cu_seqlens, N, T, 0, False, PACKED, False)
+    sequence = pid // NV // H
+    n, batch, row, _step, begin, done, tokens = tokens_of(sequence, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
+    if SEGMENTS:
+        if tokens <= 0:
+            return
     share = slot_of(n, begin, done, T, C, PACKED).to(tl.int64) * H + h
-    own = n.to(tl.int64)
+    own = (sequence if SEGMENTS else n).to(tl.int64)
     i = tl.arange(0, C)
     j = tl.arange(0, BK)
     y = pid % NV * BV + tl.arange(0, BV)
