@@ -173,10 +173,11 @@ def penstock_delta_raw_bwd(
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, LOGITS: tl.constexpr,
     RAW: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k, beta and raw gates from those of what ``penstock_delta_raw_fwd`` writes, which are contiguous.
+    """dx = (d - y sum(y d)) / |x| of q and k, dbeta = LOGITS d sigmoid(x) sigmoid(-x), and the gradients of raw gates.
 
-    Writes ``dq``, ``dk`` [B,T,G,K] if UNIT, ``dbeta`` [B,T,H] if LOGITS, ``draw`` (axes of raw) if RAW; of A_log and dt_bias the sums over
-    the tokens of a block, ``rates`` [blocks,H] and ``biases`` [blocks,H,K] or [blocks,H]. Program (block of R tokens, head).
+    Reads what ``penstock_delta_raw_fwd`` reads, and the gradients of what it writes, which are contiguous. Writes ``dq``, ``dk``
+    [B,T,G,K] if UNIT, ``dbeta`` [B,T,H] if LOGITS, ``draw`` (axes of raw) if RAW; of A_log and dt_bias the sums over the tokens of a
+    block, ``rates`` [blocks,H] and ``biases`` [blocks,H,K] or [blocks,H]. Program (block of R tokens, head).
     """
     HEADS: tl.constexpr = G if G > H else H
     h, batch, first, r, live, block = tokens_of_block(T, HEADS, R)
@@ -225,9 +226,10 @@ def penstock_delta_raw_sums(
     rates, biases, dA_log, ddt_bias, blocks,
     H: tl.constexpr, K: tl.constexpr, BJ: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of A_log [H] and dt_bias [H,K]: sums over blocks of ``rates`` [blocks,H] and ``biases`` [blocks,H,K], in one order.
+    """dA_log = sum of rates, ddt_bias = sum of biases, over the blocks of tokens in one order.
 
-    K is 1 for a bias of a head. Program (head, block of BJ channels).
+    Reads ``rates`` [blocks,H] and ``biases`` [blocks,H,K], writes dA_log [H] and ddt_bias [H,K]. K is 1 for a bias of a head.
+    Program (head, block of BJ channels).
     """
     NJ: tl.constexpr = (K + BJ - 1) // BJ
     h = tl.program_id(0) // NJ
