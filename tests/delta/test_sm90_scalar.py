@@ -90,6 +90,7 @@ def test_heads_of_a_group_are_not_repeated(variant, taken):
         for mode in ("forward", "backward"):
             assert answers.take_groups(answers.CHUNKWISE, problem, mode, d_output if mode == "backward" else None) is taken
         assert not answers.take_groups(answers.CHUNKWISE, problem, "backward", d_output.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not answers.take_groups(answers.CHUNKWISE, problem, "advance", None)
     with standing_in(A100):
         assert not answers.take_groups(answers.CHUNKWISE, problem_of(replace(OF, H=4, G=2, T=3)), "forward", None)
 

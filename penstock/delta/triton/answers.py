@@ -41,6 +41,8 @@ def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> 
 
 def take_groups(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> bool:
     """Whether a form of each list takes heads of q and k that groups share as they are. Equal calls share the answer."""
+    if mode not in parts:
+        return False
     seen = p.__dict__.get("seen")
     key = "groups", id(parts), mode, exact((d_output,))
     if seen is not None and key in seen.bound:
