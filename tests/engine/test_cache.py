@@ -168,7 +168,7 @@ def prompts_of_a_conversation(rng, engine):
         prompt = [*prompt, *result.tokens, *(rng.randrange(13) for _ in range(20))]
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "mamba2"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "mamba2"])
 def test_a_conversation_begins_at_its_last_multiple_of_64(name):
     model, engine = model_of(name), None
     engine = Engine(model, slots=2, token_budget=256)

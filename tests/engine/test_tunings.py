@@ -58,7 +58,7 @@ def test_requests_with_different_tunings_share_steps(name):
     assert len({str(one) for one in found}) == 5
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "mamba2", "gla"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "mamba2", "gla"])
 def test_bits_do_not_depend_on_the_tunings_of_other_requests(name):
     """Log probabilities of prompts and of generated tokens."""
     model = model_of(name)

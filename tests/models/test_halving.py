@@ -150,10 +150,10 @@ def test_the_engine_and_saved_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_rwkv_is_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: Path) -> None:
+def test_rwkv_5_and_6_are_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: Path) -> None:
     """Others are where their configuration says so, which is saved in formats with a config.json."""
     config = load(PUBLISHED[name].write(tmp_path)).config
-    assert config.rescale_every == (6 if "rwkv" in name else 0)
+    assert config.rescale_every == (6 if "rwkv5" in name or "rwkv6" in name else 0)
     for form in (one for one in PUBLISHED[name].formats if one != "blinkdl"):
         for every in (0, 3, 6):
             model = CausalLM(replace(config, rescale_every=every))

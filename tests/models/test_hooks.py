@@ -134,7 +134,7 @@ CHANGES = [wrapped, replaced, replaced_in_class, compiled, pre_hook, hook_of_all
 
 
 @pytest.mark.parametrize("change", every(2, CHANGES))
-@pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "retnet", "linear", "mamba2_grouped", "hybrid"])
+@pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "rwkv7", "gla", "retnet", "linear", "mamba2_grouped", "hybrid"])
 def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[..., Any]) -> None:
     model = model_of(name, torch.float64)
     plain = model(IDS).logits

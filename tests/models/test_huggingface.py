@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.layers import SoftmaxAttentionConfig
-from penstock.models import CausalLM, gla, hybrid, load, mamba2, retnet, rwkv6, save
+from penstock.models import CausalLM, gla, hybrid, load, mamba2, retnet, rwkv6, rwkv7, save
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"), pytest.mark.sampled(file=True)]
@@ -26,6 +26,7 @@ from penstock.models.huggingface import CACHE, PenstockConfig, PenstockForCausal
 SIZES = {"vocab_size": 13, "hidden_size": 16, "num_layers": 2}
 CONFIGS = {
     "rwkv6": rwkv6(**SIZES, head_size=8),
+    "rwkv7": rwkv7(**SIZES, head_size=8),
     "gla": gla(**SIZES, num_heads=2, conv_size=4),
     "retnet": retnet(**SIZES, num_heads=2),
     "mamba2": mamba2(**SIZES, head_dim=8, state_size=8),
