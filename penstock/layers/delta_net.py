@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.recompute import again
-from ..delta.inputs import total
 from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
+from ..tokens.sums import by_halves
 from .activations import ACTIVATIONS
 from .delta_heads import DeltaConfig, DeltaMixer, DeltaState, Heads
 from .heads import projection
@@ -117,4 +117,4 @@ class DeltaNet(DeltaMixer):
 def _sum_normed(x: Tensor) -> Tensor:
     """X divided by the sum of its absolute values over the last axis, or by 1e-6 if that is larger; computed in float32."""
     wide = x.to(state_dtype(x.dtype))
-    return torch.div(wide, total(wide.abs()).clamp(min=1e-6)).to(x.dtype)
+    return torch.div(wide, by_halves(wide.abs()).clamp(min=1e-6)).to(x.dtype)
