@@ -103,7 +103,7 @@ class DeltaNet(DeltaMixer):
             beta, neg = x.new_full((), 2.0 if config.allow_neg_eigval else 1.0).expand(*x.shape[:2], self.heads.H), False
         q, k = self._features(q), self._features(k)
         inputs = {"beta": beta, "beta_logits": config.use_beta, "allow_neg_eigval": neg, "use_qk_l2norm": config.qk_norm == "l2"}
-        output, kv = sequences.remove("delta_rule", q, k, v, state=state.kv, **inputs)
+        output, kv = sequences.delta_rule("delta_rule", q, k, v, state=state.kv, **inputs)
         return self._project_output(output, others[0] if others else None, sequences), DeltaState(kv, tails)
 
     def _features(self, x: Tensor) -> Tensor:
