@@ -38,7 +38,7 @@ def load(
     path : str or Path
         A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub or of ``torch.distributed.checkpoint``.
         Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2,
-        fla's GLA, RetNet and RWKV-6, and Penstock's own.
+        fla's GLA, RetNet, DeltaNet, gated DeltaNet, KDA and RWKV-6, and Penstock's own.
     dtype : torch.dtype, optional
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
@@ -199,7 +199,8 @@ def save(
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file.
     format : str
-        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet and RWKV-6.
+        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet, DeltaNet, gated
+        DeltaNet, KDA and RWKV-6.
     overwrite : bool
         Whether files of an earlier model may be replaced.
     shard_bytes : int
