@@ -14,8 +14,10 @@ NAMING = {
     "penstock.layers.sequences": "layers call the public functions of their recurrence",
     "penstock.layers.softmax_attention": "the layer of softmax attention",
     "penstock.compat.fla": "other projects' names on the public functions",
+    "penstock.compat.fla_delta": "other projects' names on the public functions",
     "penstock.compat.flash_rwkv": "other projects' names on the public functions",
     "penstock.compat.transformers": "other projects' names on the public functions",
+    "penstock.compat.transformers_delta": "other projects' names on the public functions",
 }
 """The modules outside the families that import from one, and why they may. All others loop over the registered families."""
 

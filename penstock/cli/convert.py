@@ -44,11 +44,12 @@ def convert(
     """Convert a checkpoint to another format.
 
     Reads BlinkDL's RWKV files (5.0, 5.1, 5.2, 6, 7), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's
-    GLA, RetNet, RWKV-6 and RWKV-7, llama.cpp's GGUF files of RWKV-6 and RWKV-7, and Penstock's own folders. Weights keep their bits unless
-    --dtype is given. Tokenizers and chat templates are copied; those of DST stay unless --overwrite is given.
+    GLA, RetNet, DeltaNet, gated DeltaNet, KDA, RWKV-6 and RWKV-7, llama.cpp's GGUF files of RWKV-6 and RWKV-7, and Penstock's own folders.
+    Weights keep their bits unless --dtype is given. Tokenizers and chat templates are copied; those of DST stay unless --overwrite is
+    given.
 
     Formats to write: penstock for every model; blinkdl for RWKV; hf for RWKV-5.2, RWKV-6 and Mamba-2; fla for GLA, RetNet,
-    RWKV-6 and RWKV-7.
+    DeltaNet, gated DeltaNet, KDA, RWKV-6 and RWKV-7.
 
     [bold]Examples[/bold]
 

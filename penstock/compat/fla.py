@@ -19,86 +19,27 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..documentation import entries
-from ..errors import Complaints, PenstockError, RangeError, described
+from ..errors import PenstockError
 from ..recurrence import functional
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import needs_float32, normalized
+from . import fla_delta
 from .fla_arguments import ARGUMENTS, RETURNS
+from .fla_call import OLD, STATES, Call, Output
 from .replacement import Place, Replacement
 
 VERSIONS = ("0.6.0",)
 """The versions of fla that ``patch()`` knows."""
-Output = tuple[Tensor, Any]
 Function = Callable[..., Output]
-_EARLIER_NAMES = {"offsets": "cu_seqlens", "transpose_state_layout": "state_v_first", "q": "r", "g": "w"}
 
 
-class _Call(dict[str, Any]):
-    """The arguments of one call by name; those of older versions only where the caller passed one."""
-
-    __slots__ = ()
-    function: str
-
-    def refuse(self, argument: str, rule: str, remedy: str) -> NoReturn:
-        complaints = Complaints(self.function)
-        complaints.add(RangeError, argument, rule, described(self[argument]), remedy)
-        complaints.raise_any()
-        raise AssertionError
-
-    def settle_older(self, older: set[str], given: set[str]) -> None:
-        """Give the arguments of older versions their meaning, or refuse them; ``given`` are the names that the caller passed."""
-        for earlier in older & given & _EARLIER_NAMES.keys():
-            name = _EARLIER_NAMES[earlier]
-            if name in given:
-                self.refuse(earlier, f"left out where {name} is given", f"It is an earlier name of {name}.")
-            self[name] = self.pop(earlier)
-        if not self["causal"]:
-            self.refuse("causal", "True", "Every variant is causal. reverse=True of the fused_recurrent functions runs time backwards.")
-        if self.get("checkpoint_level"):
-            self.refuse("checkpoint_level", "0", "What is kept for the backward pass is fixed for each implementation: leave it out.")
-        size = self.get("chunk_size")
-        if size is not None and not (isinstance(size, int) and size > 0 and size & (size - 1) == 0):
-            self.refuse("chunk_size", "a power of 2 or None", "It does not change results: leave it out.")
-        if self["head_first"]:
-            for name in ("q", "r", "k", "v", "g", "gk", "w"):
-                if isinstance(self.get(name), Tensor) and self[name].dim() > 2:
-                    self[name] = self[name].transpose(1, 2)
-
-    def settle(self) -> None:
-        """Bring the arguments into the form that the operators take: views, and no copies."""
-        scale, state = self["scale"], self.get("initial_state")
-        if scale is not None and not isinstance(scale, Tensor) and scale == -1:
-            self["scale"] = None  # the default of older versions
-        if state is not None and self.get("state_v_first") and isinstance(state, Tensor):
-            self["initial_state"] = state.transpose(-1, -2)
-        if self.get("cu_seqlens_cpu") is not None and self["cu_seqlens"] is None:
-            self.refuse("cu_seqlens_cpu", "left out without cu_seqlens", "Pass cu_seqlens, on the device of q.")
-
-    def results(self, output: Tensor, second: Any) -> Output:
-        """The output and the state as the caller lays them out: views."""
-        if self.get("head_first"):
-            output = output.transpose(1, 2)
-        return output, second.transpose(-1, -2) if self.get("state_v_first") and second is not None else second
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments that our functions take under the same names."""
-        return {
-            "scale": self["scale"],
-            "initial_state": self.get("initial_state"),
-            "output_final_state": bool(self.get("output_final_state")),
-            "cu_seqlens": self.get("cu_seqlens"),
-            "reverse": self.get("reverse", False),
-        }
-
-
-def _linear_attn(call: _Call) -> Output:
+def _linear_attn(call: Call) -> Output:
     q, k, v, options = call["q"], call["k"], call["v"], call.options
     if not call["normalize"]:
         return call.results(*functional.linear_attention(q, k, v, **options))
@@ -113,7 +54,7 @@ def _linear_attn(call: _Call) -> Output:
     return call.results(output, None if final is None else (final[..., :-1], final[..., -1:].permute(0, 3, 1, 2)))
 
 
-def _with_sum_of_keys(call: _Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
+def _with_sum_of_keys(call: Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
     """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1], as ``normalized`` has it; a missing part is zero."""
     wrong = (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1))
     if wrong or (kv is not None and z is not None and kv.shape[:3] != (z.shape[0], *z.shape[2:])):
@@ -125,7 +66,7 @@ def _with_sum_of_keys(call: _Call, kv: Tensor | None, z: Tensor | None, v: Tenso
     return torch.cat([kv, kv.new_zeros(()).expand(*kv.shape[:3], 1) if column is None else column], -1)
 
 
-def _retention(call: _Call) -> Output:
+def _retention(call: Call) -> Output:
     q, k, v = call["q"], call["k"], call["v"]
     output, final = functional.retention(q, k, v, **call.options)
     if call.get("output_attentions"):
@@ -134,7 +75,7 @@ def _retention(call: _Call) -> Output:
     return call.results(output, final)
 
 
-def _simple_gla(call: _Call) -> Output:
+def _simple_gla(call: Call) -> Output:
     q, k, v, g, g_gamma = call["q"], call["k"], call["v"], call["g"], call.get("g_gamma")
     if g is not None and g_gamma is not None:
         call.refuse("g_gamma", "left out where g is given", "Add the two decays and pass the sum as g.")
@@ -149,7 +90,7 @@ def _simple_gla(call: _Call) -> Output:
     return call.results(output, final)
 
 
-def _attentions(call: _Call, g: Tensor | None) -> Tensor:
+def _attentions(call: Call, g: Tensor | None) -> Tensor:
     """The weights [B,H,T,T] by which the output is a sum of values, in q's dtype; g [B,T,H]. Memory grows with T^2."""
     if call["cu_seqlens"] is not None:
         call.refuse("output_attentions", "False where cu_seqlens is given", "Call it once a sequence.")
@@ -163,7 +104,7 @@ def _attentions(call: _Call, g: Tensor | None) -> Tensor:
     return weights.tril().to(q.dtype)
 
 
-def _gla(call: _Call) -> Output:
+def _gla(call: Call) -> Output:
     if call.get("gv") is not None:
         call.refuse("gv", "None", "No variant has decays of value channels. Use fla's own function for them.")
     g = call["gk"] if "gk" in call else call["g"]
@@ -174,7 +115,7 @@ def _gla(call: _Call) -> Output:
     return call.results(output, final)
 
 
-def _rwkv6(call: _Call) -> Output:
+def _rwkv6(call: Call) -> Output:
     options = call.options
     if options["scale"] is None and isinstance(call["r"], Tensor) and call["r"].dim():
         options["scale"] = call["r"].shape[-1] ** -0.5
@@ -183,42 +124,41 @@ def _rwkv6(call: _Call) -> Output:
 
 
 _REQUIRED = object()
-_STATES = "scale=None initial_state=None output_final_state=False"
 _WEIGHTS = "scale=None output_attentions=False cu_seqlens=None"
-_OLD = "head_first=False causal=True offsets=None"
 _TABLE = (
     # (function, what runs it, the parameters of fla 0.6.0, the keywords of older versions)
-    ("chunk_linear_attn", _linear_attn, f"q k v {_STATES} normalize=True cu_seqlens=None", _OLD),
-    ("fused_chunk_linear_attn", _linear_attn, f"q k v {_STATES} normalize=True cu_seqlens=None", _OLD),
-    ("fused_recurrent_linear_attn", _linear_attn, f"q k v {_STATES} reverse=False normalize=False cu_seqlens=None", _OLD),
-    ("chunk_retention", _retention, f"q k v {_STATES} cu_seqlens=None", f"{_OLD} chunk_size=None"),
-    ("fused_chunk_retention", _retention, f"q k v {_STATES} cu_seqlens=None", _OLD),
+    ("chunk_linear_attn", _linear_attn, f"q k v {STATES} normalize=True cu_seqlens=None", OLD),
+    ("fused_chunk_linear_attn", _linear_attn, f"q k v {STATES} normalize=True cu_seqlens=None", OLD),
+    ("fused_recurrent_linear_attn", _linear_attn, f"q k v {STATES} reverse=False normalize=False cu_seqlens=None", OLD),
+    ("chunk_retention", _retention, f"q k v {STATES} cu_seqlens=None", f"{OLD} chunk_size=None"),
+    ("fused_chunk_retention", _retention, f"q k v {STATES} cu_seqlens=None", OLD),
     (
-        "fused_recurrent_retention", _retention, f"q k v {_STATES} reverse=False state_v_first=False cu_seqlens=None",
-        f"{_OLD} transpose_state_layout=None",
+        "fused_recurrent_retention", _retention, f"q k v {STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{OLD} transpose_state_layout=None",
     ),
-    ("parallel_retention", _retention, f"q k v {_WEIGHTS}", _OLD),
+    ("parallel_retention", _retention, f"q k v {_WEIGHTS}", OLD),
     (
-        "chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None",
-        f"{_OLD} chunk_size=None",
+        "chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None",
+        f"{OLD} chunk_size=None",
     ),
-    ("fused_chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} cu_seqlens=None", _OLD),
+    ("fused_chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {STATES} cu_seqlens=None", OLD),
     (
-        "fused_recurrent_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} reverse=False state_v_first=False cu_seqlens=None",
-        f"{_OLD} transpose_state_layout=None",
+        "fused_recurrent_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{OLD} transpose_state_layout=None",
     ),
-    ("parallel_simple_gla", _simple_gla, f"q k v g=None {_WEIGHTS} cu_seqlens_cpu=None", _OLD),
-    ("chunk_gla", _gla, f"q k v g {_STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None", f"{_OLD} checkpoint_level=0"),
-    ("fused_chunk_gla", _gla, f"q k v g {_STATES}", "head_first=False causal=True"),  # as it was: in 0.6.0 it only raises
+    ("parallel_simple_gla", _simple_gla, f"q k v g=None {_WEIGHTS} cu_seqlens_cpu=None", OLD),
+    ("chunk_gla", _gla, f"q k v g {STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None", f"{OLD} checkpoint_level=0"),
+    ("fused_chunk_gla", _gla, f"q k v g {STATES}", "head_first=False causal=True"),  # as it was: in 0.6.0 it only raises
     (
-        "fused_recurrent_gla", _gla, f"q k v gk=None gv=None {_STATES} reverse=False state_v_first=False cu_seqlens=None",
-        f"{_OLD} transpose_state_layout=None",
+        "fused_recurrent_gla", _gla, f"q k v gk=None gv=None {STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{OLD} transpose_state_layout=None",
     ),
     (
-        "chunk_rwkv6", _rwkv6, f"r k v w u {_STATES} cu_seqlens=None cu_seqlens_cpu=None",
-        f"{_OLD} q=None g=None chunk_size=None checkpoint_level=0",
+        "chunk_rwkv6", _rwkv6, f"r k v w u {STATES} cu_seqlens=None cu_seqlens_cpu=None",
+        f"{OLD} q=None g=None chunk_size=None checkpoint_level=0",
     ),
-    ("fused_recurrent_rwkv6", _rwkv6, f"r k v w u {_STATES} reverse=False cu_seqlens=None", _OLD),
+    ("fused_recurrent_rwkv6", _rwkv6, f"r k v w u {STATES} reverse=False cu_seqlens=None", OLD),
+    *fla_delta.TABLE,
 )  # fmt: skip
 
 
@@ -228,13 +168,13 @@ def _parsed(parameters: str) -> dict[str, Any]:
     return {name: literal_eval(default) if equals else _REQUIRED for name, equals, default in pairs}
 
 
-def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_parameters: str) -> Function:
+def _made(name: str, run: Callable[[Call], Output], parameters: str, older_parameters: str) -> Function:
     """A function of the table."""
     current, older = _parsed(parameters), _parsed(older_parameters)
     names = tuple(current)
     known = current.keys() | older.keys()
     required = [one for one in names if current[one] is _REQUIRED]
-    kind = type("_Call", (_Call,), {"__slots__": (), "function": name})
+    kind = type("Call", (Call,), {"__slots__": (), "function": name})
 
     def function(*arguments: Any, **named: Any) -> Output:
         call = kind(current)
@@ -297,6 +237,19 @@ fused_chunk_gla = FUNCTIONS["fused_chunk_gla"]
 fused_recurrent_gla = FUNCTIONS["fused_recurrent_gla"]
 chunk_rwkv6 = FUNCTIONS["chunk_rwkv6"]
 fused_recurrent_rwkv6 = FUNCTIONS["fused_recurrent_rwkv6"]
+chunk_delta_rule = FUNCTIONS["chunk_delta_rule"]
+fused_recurrent_delta_rule = FUNCTIONS["fused_recurrent_delta_rule"]
+chunk_gated_delta_rule = FUNCTIONS["chunk_gated_delta_rule"]
+chunk_gdn = FUNCTIONS["chunk_gdn"]
+fused_recurrent_gated_delta_rule = FUNCTIONS["fused_recurrent_gated_delta_rule"]
+fused_recurrent_gdn = FUNCTIONS["fused_recurrent_gdn"]
+chunk_kda = FUNCTIONS["chunk_kda"]
+fused_recurrent_kda = FUNCTIONS["fused_recurrent_kda"]
+chunk_rwkv7 = FUNCTIONS["chunk_rwkv7"]
+fused_recurrent_rwkv7 = FUNCTIONS["fused_recurrent_rwkv7"]
+fused_mul_recurrent_rwkv7 = FUNCTIONS["fused_mul_recurrent_rwkv7"]
+chunk_dplr_delta_rule = FUNCTIONS["chunk_dplr_delta_rule"]
+fused_recurrent_dplr_delta_rule = FUNCTIONS["fused_recurrent_dplr_delta_rule"]
 
 _UNPATCHED = ("fused_chunk_gla",)
 """fla 0.6.0 raises NotImplementedError in it, and its layers would store its state transposed to what their decode steps read."""
@@ -327,11 +280,16 @@ def patch() -> Replacement:
         raise PenstockError(f"patch: fla must be of version {' or '.join(VERSIONS)}, got {fla.__version__}. {remedy}")
 
     def places() -> Iterator[Place]:
-        ours = {id(getattr(ops, name)): one for name, one in FUNCTIONS.items() if name not in _UNPATCHED}
+        ours = {id(_theirs(ops, name)): one for name, one in FUNCTIONS.items() if name not in _UNPATCHED}
         ours |= {id(one): one for one in ours.values()}  # already patched: counted once more
         return (Place(module, name, ours[id(value)]) for module, name, value in _names_of_fla() if id(value) in ours)
 
     return Replacement(places)
+
+
+def _theirs(ops: Any, name: str) -> object:
+    """The function of fla: all but one are names of ``fla.ops``."""
+    return getattr(ops.rwkv7 if name == "fused_mul_recurrent_rwkv7" else ops, name)
 
 
 def _names_of_fla() -> Iterator[tuple[Any, str, object]]:

@@ -9,11 +9,35 @@ ARGUMENTS = {
     "r": FIRST,
     "k": "Tensor [B,T,H,K]",
     "v": "Tensor [B,T,H,V]",
-    "g": f"Tensor\n{DECAY}: [B,T,H] in simple_gla, [B,T,H,K] in gla. Of chunk_rwkv6, the name of w in older versions.",
-    "gk": f"Tensor [B,T,H,K], optional\n{DECAY}.",
+    "g": (
+        f"Tensor\n{DECAY}: [B,T,H] in simple_gla and gated_delta_rule, [B,T,H,K] in gla and kda.\n"
+        "With ``use_gate_in_kernel`` a raw gate. Of chunk_rwkv6, the name of w in older versions."
+    ),
+    "gk": f"Tensor [B,T,H,K]\n{DECAY}. Optional but in dplr_delta_rule. In gated_delta_rule instead of g.",
     "gv": "None\nDecays of value channels are refused: no variant has them.",
     "w": f"Tensor [B,T,H,K]\n{DECAY}.",
     "u": "Tensor [H,K]\nThe bonus.",
+    "beta": "Tensor [B,T,H]\nHow much of its key's value a token replaces; with ``use_beta_sigmoid_in_kernel`` its logit. Default: 1.",
+    "a": "Tensor [B,T,H,K]\nWhat is removed is read by a. Of fused_mul_recurrent_rwkv7, the in-context learning rate.",
+    "b": "Tensor [B,T,H,K]\nWhere what is removed is written.",
+    "kk": "Tensor [B,T,H,K]\nThe normalised removal key: a is -kk, and b is kk times the learning rate.",
+    "A_log": "Tensor [H], optional\nOf a raw gate x: the log decay is ``-exp(A_log) * softplus(x + dt_bias)``.",
+    "dt_bias": "Tensor, optional\nAdded to a raw gate: [H], of kda [H*K] or [H,K].",
+    "use_qk_l2norm_in_kernel": "bool\nDivide q and k by ``sqrt(sum(x^2) + 1e-6)``.",
+    "use_beta_sigmoid_in_kernel": "bool\nbeta are logits.",
+    "allow_neg_eigval": "bool\nTwice the sigmoid of the logits.",
+    "use_gate_in_kernel": "bool\nThe gate is raw. Without it, A_log and dt_bias have no meaning.",
+    "lower_bound": (
+        "float, optional\nOf a raw gate x of kda: the log decay is ``lower_bound * sigmoid(exp(A_log) * (x + dt_bias))``; without A_log,\n"
+        "as with zeros. Elsewhere a promise about log decays, which is not needed here: every log decay is exact."
+    ),
+    "safe_gate": "bool\nA promise about log decays, which is not needed here: every log decay is exact and equally fast.",
+    "disable_recompute": "bool\nWhat is kept for the backward pass is fixed for each implementation. It does not change results.",
+    "return_intermediate_states": "bool\nTrue is refused.",
+    "use_graph": "bool\nTrue is refused: torch captures calls as they are.",
+    "max_num_seqs": "int, optional\nBelongs to use_graph.",
+    "cp_context": "None\nContext parallelism of fla is refused.",
+    "chunk_indices": "Tensor, optional\nIt is not needed here.",
     "g_gamma": "Tensor [H], optional\nThe log decay of each head, instead of g.",
     "scale": "float, optional\nMultiplies the output. Default: ``K ** -0.5``, also in rwkv6 (``penstock.rwkv6`` has 1), and for -1.",
     "initial_state": (

@@ -6,6 +6,7 @@ What it replaces are functions that a model's modelling module calls by name:
 - Mamba-2 of transformers 5, and the hybrids that have the same functions (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2):
   ``mamba2_chunk_scan``, ``mamba2_selective_state_update``, and ``mamba2_split_conv1d_scan_combined``, the fused form for training without a
   cache, which then gives way to the former
+- the delta rule of Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi Linear: see ``transformers_delta``
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError, described
 from ..recurrence.functional import decode_step, simple_gla
 from ..tokens.dtypes import state_dtype
+from . import transformers_delta
 from .flash_rwkv import raw_decay
 from .replacement import Place, Replacement
 
@@ -36,7 +38,7 @@ def accelerate(model: nn.Module) -> Replacement:
     Outputs of the recurrence have the dtype of its inputs, as those of CUDA kernels do; the replaced Python code returns float32.
 
     model : torch.nn.Module
-        A model of transformers, or of Hugging Face's remote code: Mamba-2, RWKV-5, RWKV-6.
+        A model of transformers, or of Hugging Face's remote code: Mamba-2, Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, RWKV-5, RWKV-6.
 
     Raises RangeError where a model has none of these functions, and ImplementationRefused where one has other parameters than are known. ::
 
@@ -212,4 +214,5 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "mamba2_selective_state_update": _mamba2_selective_state_update,
     "mamba2_split_conv1d_scan_combined": _mamba2_split_conv1d_scan_combined,
+    **transformers_delta.REPLACED,
 }

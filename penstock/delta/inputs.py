@@ -34,6 +34,7 @@ from ..gpu.sharing import once
 from ..tokens.decays import FASTEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
+from ..tokens.sums import by_halves
 from .declaration import DeltaTokens
 from .gradients import Gradients
 
@@ -61,18 +62,9 @@ def refuses_options(p: DeltaTokens) -> str | None:
     return None
 
 
-def total(x: Tensor) -> Tensor:
-    """The sum over the last axis, by halves, with that axis."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([pairs, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else pairs
-    return x
-
-
 def normalized(x: Tensor) -> Tensor:
     """X divided by the square root of its sum of squares and ``EPSILON``, over the last axis."""
-    return x / (total(x * x) + EPSILON).sqrt()
+    return x / (by_halves(x * x) + EPSILON).sqrt()
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.recompute import again
-from ..delta.inputs import total
 from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
+from ..tokens.sums import by_halves
 from .activations import ACTIVATIONS
 from .delta_heads import DeltaConfig, DeltaMixer, DeltaState, Heads
 from .heads import projection
@@ -103,7 +103,7 @@ class DeltaNet(DeltaMixer):
             beta, neg = x.new_full((), 2.0 if config.allow_neg_eigval else 1.0).expand(*x.shape[:2], self.heads.H), False
         q, k = self._features(q), self._features(k)
         inputs = {"beta": beta, "beta_logits": config.use_beta, "allow_neg_eigval": neg, "use_qk_l2norm": config.qk_norm == "l2"}
-        output, kv = sequences.remove("delta_rule", q, k, v, state=state.kv, **inputs)
+        output, kv = sequences.delta_rule("delta_rule", q, k, v, state=state.kv, **inputs)
         return self._project_output(output, others[0] if others else None, sequences), DeltaState(kv, tails)
 
     def _features(self, x: Tensor) -> Tensor:
@@ -117,4 +117,4 @@ class DeltaNet(DeltaMixer):
 def _sum_normed(x: Tensor) -> Tensor:
     """X divided by the sum of its absolute values over the last axis, or by 1e-6 if that is larger; computed in float32."""
     wide = x.to(state_dtype(x.dtype))
-    return torch.div(wide, total(wide.abs()).clamp(min=1e-6)).to(x.dtype)
+    return torch.div(wide, by_halves(wide.abs()).clamp(min=1e-6)).to(x.dtype)

@@ -70,7 +70,7 @@ class GatedDeltaNet(DeltaMixer):
         """Y and the new state."""
         gates = (self.g_proj,) if self.config.use_gate else ()
         q, k, v, (a, b, *gate), tails = self._project(x, state.tails, sequences, self.a_proj, self.b_proj, *gates)
-        output, kv = sequences.remove(
+        output, kv = sequences.delta_rule(
             "gated_delta_rule", q, k, v, g=a, beta=b, A_log=self.A_log, dt_bias=self.dt_bias, use_qk_l2norm=True, beta_logits=True,
             allow_neg_eigval=self.config.allow_neg_eigval, state=state.kv,
         )  # fmt: skip

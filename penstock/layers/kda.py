@@ -74,7 +74,7 @@ class KimiDeltaAttention(DeltaMixer):
         q, k, v, (b, *first), tails = self._project(x, state.tails, sequences, self.b_proj, *decays[:1], *gates[:1])
         f = low_rank(self.f_proj, x, decays, first[: len(decays[:1])])
         gate = low_rank(self.g_proj, x, gates, first[len(decays[:1]) :])
-        output, kv = sequences.remove(
+        output, kv = sequences.delta_rule(
             "kda", q, k, v, g=f.unflatten(-1, (H, K)), beta=b, A_log=self.A_log, dt_bias=self.dt_bias.view(H, K),
             lower_bound=self.config.lower_bound, use_qk_l2norm=True, beta_logits=True,
             allow_neg_eigval=self.config.allow_neg_eigval, state=state.kv,

@@ -189,7 +189,7 @@ class Sequences:
             output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
             return output, state if after is None else after
 
-    def remove(self, variant: str, q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def delta_rule(self, variant: str, q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Run the delta rule ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool.
 
         ``inputs`` are the other arguments of the variant's function, by name.

@@ -7,16 +7,23 @@ from types import ModuleType
 
 import pytest
 import torch
+from delta_loop import delta_loop
 from sampling import slow
 from token_loop import close, loop
 from torch.nn import functional as F
 
 from penstock.compat import fla as ours
 from penstock.compat.fla import FUNCTIONS
+from penstock.compat.fla_delta import TABLE
 from penstock.errors import PenstockError
 
 NAMES = list(FUNCTIONS)
 PATCHED = [name for name in NAMES if name != "fused_chunk_gla"]  # which fla 0.6.0 does not implement
+
+
+def place(name):
+    """The module of fla that has a function."""
+    return "fla.ops.rwkv7" if name == "fused_mul_recurrent_rwkv7" else "fla.ops"
 
 
 def theirs(*arguments, **options):
@@ -26,14 +33,15 @@ def theirs(*arguments, **options):
 @pytest.fixture
 def standin(monkeypatch):
     """A package fla with functions in fla.ops, and a layer module that has imported two of them."""
-    modules = {name: ModuleType(name) for name in ("fla", "fla.ops", "fla.layers", "fla.layers.gla")}
+    modules = {name: ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.rwkv7", "fla.layers", "fla.layers.gla")}
     for name, module in modules.items():
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
     modules["fla"].__version__ = ours.VERSIONS[-1]
     for name in NAMES:
         function = lambda *arguments, **options: theirs()  # noqa: E731
-        setattr(modules["fla.ops"], name, function)
+        setattr(modules[place(name)], name, function)
+    modules["fla.ops"].rwkv7 = modules["fla.ops.rwkv7"]
     modules["fla.layers.gla"].kernel = modules["fla.ops"].chunk_gla
     modules["fla.layers.gla"].fused_chunk_gla = modules["fla.ops"].fused_chunk_gla
     modules["fla.layers.gla"].chunk_size = 64
@@ -41,12 +49,12 @@ def standin(monkeypatch):
 
 
 def test_patch_replaces_functions_wherever_they_are_held(standin):
-    ops, layer = standin["fla.ops"], standin["fla.layers.gla"]
+    layer = standin["fla.layers.gla"]
     before = {name: dict(vars(module)) for name, module in standin.items()}
     with ours.patch() as patched:
         assert layer.kernel is ours.chunk_gla
-        assert all(getattr(ops, name) is FUNCTIONS[name] for name in PATCHED)
-        assert set(patched.replaced) == {f"fla.ops.{name}" for name in PATCHED} | {"fla.layers.gla.kernel"}
+        assert all(getattr(standin[place(name)], name) is FUNCTIONS[name] for name in PATCHED)
+        assert set(patched.replaced) == {f"{place(name)}.{name}" for name in PATCHED} | {"fla.layers.gla.kernel"}
         assert layer.fused_chunk_gla is before["fla.ops"]["fused_chunk_gla"]
         assert "fla.layers.gla.kernel" in repr(patched)
     assert {name: dict(vars(module)) for name, module in standin.items()} == before
@@ -114,7 +122,7 @@ def fla():
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_the_parameters_are_those_of_fla(name, fla):
-    listed = inspect.signature(getattr(fla.ops, name)).parameters.values()
+    listed = inspect.signature(ours._theirs(fla.ops, name)).parameters.values()
     parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
     listed = [(one.name, one.default) for one in listed if one.kind is not one.VAR_KEYWORD]
     assert [(one.name, one.default) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == listed
@@ -158,13 +166,17 @@ MODELS = {
     "LinearAttention": {"feature_map": "elu", "do_feature_map_norm": True},
     "RetNet": {},
     "RWKV6": {},
+    "DeltaNet": {},
+    "GatedDeltaNet": {"head_dim": 16, "num_v_heads": 4, "expand_v": 1.0, "allow_neg_eigval": True},
+    "KDA": {"head_dim": 16, "safe_gate": True, "lower_bound": -5.0},
+    "RWKV7": {"head_dim": 16, "num_heads": None},
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("name", [name for name in PATCHED if name not in [row[0] for row in TABLE]])
 def test_the_kernels_of_fla_agree(name, fla):
     B, T, H, K, V = 2, 130, 2, 32, 64
     torch.manual_seed(0)
@@ -211,7 +223,7 @@ def model_of(fla, monkeypatch):
 
     def make(kind):
         torch.manual_seed(0)
-        config = getattr(models, f"{kind}Config")(**SIZES, **MODELS[kind], fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)
+        config = getattr(models, f"{kind}Config")(**{**SIZES, **MODELS[kind]}, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)
         return getattr(models, f"{kind}ForCausalLM")(config).to(DEVICE).eval()
 
     return make
@@ -233,6 +245,26 @@ def written_out(name):
     return function
 
 
+def delta_written_out(**x):
+    """A function of fla of the delta rule, in terms of the loop."""
+    assert x["initial_state"] is None
+    k, v, g, beta = (x.get(name) for name in ("k", "v", "g", "beta"))
+    q = x["r"] if "r" in x else x["q"]
+    if "w" in x:
+        a, b = (-x["kk"], x["kk"] * x["a"]) if "kk" in x else (x["a"], x["b"])
+        return delta_loop(q, k, v, a=a, b=b, g=x["w"], scale=x["scale"], before=True)[0].to(v), None
+    if x["use_qk_l2norm_in_kernel"]:
+        q, k = (one.double() / (one.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    if x.get("use_beta_sigmoid_in_kernel"):
+        beta = beta.sigmoid() * (1 + x["allow_neg_eigval"])
+    if x.get("use_gate_in_kernel"):
+        rate = x["A_log"].exp().view(-1, *[1] * (g.dim() - 3))
+        gate = g + x["dt_bias"].view(g.shape[2:])
+        bound = x.get("lower_bound")
+        g = -rate * F.softplus(gate) if bound is None else bound * torch.sigmoid(rate * gate)
+    return delta_loop(q, k, v, beta=beta, g=g)[0].to(v), None
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_of_fla_run_on_our_operators(kind, model_of, monkeypatch):
@@ -249,7 +281,8 @@ def test_models_of_fla_run_on_our_operators(kind, model_of, monkeypatch):
     layer = sys.modules[type(model.model.layers[0].attn).__module__]
     for name in PATCHED:
         if hasattr(layer, name):
-            monkeypatch.setattr(layer, name, written_out(name))
+            of_delta = name in [row[0] for row in TABLE]
+            monkeypatch.setattr(layer, name, delta_written_out if of_delta else written_out(name))
     with torch.no_grad():
         close(model(ids).logits, logits)
 

@@ -112,7 +112,7 @@ def test_requests_give_the_tokens_of_each_alone(name):
     prompts = drawn_prompts(rng, 64 if name in ("rwkv6", "gla", "mamba2") else 24)
     params = [drawn_params(rng) for _ in prompts]
     engine, results, forks = together(model, prompts, params, rng, overlap=overlap)
-    assert engine.stats.cache.hits > 3
+    assert engine.stats.cache.hits > 2
     alone = Alone(model)
     for prompt, some, result in zip(prompts, params, results):
         assert completions(result) == completions(alone(prompt, some)), (len(prompt), some)

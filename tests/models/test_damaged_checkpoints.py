@@ -155,7 +155,10 @@ def test_other_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (gla.config(model_type="hgrn2"), "model_type in config.json must be gla, retnet, rwkv6 or rwkv7, got 'hgrn2'"),
+        (
+            gla.config(model_type="hgrn2"),
+            "model_type in config.json must be gla, retnet, delta_net, gated_deltanet, kda, rwkv6 or rwkv7, got 'hgrn2'",
+        ),
         (gla.config(attn={"layers": [2], "num_heads": 2}), "attn in config.json must be null or objects of layers, num_heads, .* below 2"),
         (gla.config(attn={"layers": [1], "heads": 2}), "attn in config.json must be null or objects"),
         (gla.config(attn={"layers": [1], "num_heads": 5}), "must be"),

@@ -51,7 +51,10 @@ def model(request: pytest.FixtureRequest) -> PenstockForCausalLM:
 IDS = torch.stack([tokens(9, 13, seed) for seed in (1, 2, 3)])
 
 
-@pytest.mark.parametrize("name", ["hf rwkv5.2", "hf rwkv6", "fla rwkv6", "fla rwkv7", "fla gla shared", "fla retnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["hf rwkv5.2", "hf rwkv6", "fla rwkv6", "fla rwkv7", "fla gla shared", "fla retnet", "fla gated_deltanet", "fla kda hybrid"],
+)
 def test_public_folders_load_by_their_model_type(name: str, tmp_path: Path) -> None:
     path = PUBLISHED[name].write(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from formulas import error
-from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, tokens
+from public_models import Weights, delta, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, tokens
 from sampling import every
 from torch import Tensor
 
@@ -117,6 +117,14 @@ def test_formulas_depend_on_every_weight() -> None:
         for changes in ({}, {"use_short_conv": True, "num_kv_heads": 1}, {"attn": {"layers": [1], "num_heads": 4}}):
             config = judge.config(**changes)
             models[f"{config['model_type']} {changes}"] = judge.draw(config), lambda w, ids, j=judge, c=config: j.logits(w, c, ids)
+    for changes in (
+        {"model_type": "delta_net", "use_gate": True, "allow_neg_eigval": True},
+        {"model_type": "gated_deltanet", "num_v_heads": 4, "output_gate_activation": "sigmoid"},
+        {"model_type": "kda"},
+        {"model_type": "kda", "lower_bound": -5.0},
+    ):
+        config = delta.config(changes["model_type"], **changes)
+        models[str(changes)] = delta.draw(config), lambda w, ids, c=config: delta.logits(w, c, ids)
     for model, (w, logits) in models.items():
         leaves = {name: x.double().requires_grad_() for name, x in w.items()}
         logits(leaves, IDS[:5]).square().mean().backward()

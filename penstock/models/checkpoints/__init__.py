@@ -39,7 +39,8 @@ def load(
     path : str or Path
         A file (.pth, .bin, .safetensors, .st, .gguf, or the index of several), or a folder as on a model hub or of
         ``torch.distributed.checkpoint``. Formats: BlinkDL's RWKV files (5.0, 5.1, 5.2, 6, 7), the Hugging Face layouts of RWKV-5, RWKV-6
-        and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet, RWKV-6 and RWKV-7, llama.cpp's RWKV-6 and RWKV-7, and Penstock's own.
+        and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet, DeltaNet, gated DeltaNet, KDA, RWKV-6 and RWKV-7, llama.cpp's RWKV-6 and
+        RWKV-7, and Penstock's own.
     dtype : torch.dtype, optional
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
@@ -200,8 +201,8 @@ def save(
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file, of safetensors if its name ends with .safetensors.
     format : str
-        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet,
-        RWKV-6 and RWKV-7.
+        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet, DeltaNet, gated
+        DeltaNet, KDA, RWKV-6 and RWKV-7.
     overwrite : bool
         Whether files of an earlier model may be replaced.
     shard_bytes : int

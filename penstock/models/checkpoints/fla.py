@@ -1,4 +1,4 @@
-"""flash-linear-attention's layout of GLA, RetNet, RWKV-6 and RWKV-7, the first two also with softmax attention in some layers."""
+"""flash-linear-attention's layout of GLA, RetNet, the delta rule and RWKV. All but RWKV also with layers of softmax attention."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from ...layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
+from ...layers.delta_heads import DeltaConfig
 from ..config import RESCALE_EVERY, Config
-from . import rwkv7
+from . import fla_delta, rwkv7
 from .archive import Archive
 from .layout import Format, Row, common, divided, flag, flat, needed, norms, number, same, tied, transposed
 
 HeadsConfig = GLAConfig | RetentionConfig
+KINDS = ("gla", "retnet", *fla_delta.KINDS, "rwkv6", "rwkv7")
+"""``model_type`` in config.json."""
 ATTENTION = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
 """The fields of ``attn`` in config.json, which describes layers of softmax attention."""
 FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
@@ -55,6 +58,8 @@ def rows(config: Config, archive: Archive | None = None) -> list[Row]:
         if isinstance(mixer, SoftmaxAttentionConfig):
             names = [f"{one}.weight" for one in PROJECTIONS] + [f"{one}.bias" for one in PROJECTIONS[:3]] * mixer.qkv_bias
             found += [same(f"{ours}mixer.{one}", f"{theirs}attn.{one}") for one in names]
+        elif isinstance(mixer, DeltaConfig):
+            found += fla_delta.rows(mixer, f"{ours}mixer.", f"{theirs}attn.")
         else:
             assert isinstance(mixer, HeadsConfig)
             found += _heads_rows(mixer, archive, f"{ours}mixer.", f"{theirs}attn.")
@@ -136,8 +141,8 @@ def config_of(archive: Archive) -> Config:
     needed(archive, "fla's models")
     kind = stored.get("model_type")
     rwkv = kind in ("rwkv6", "rwkv7")
-    if kind not in ("gla", "retnet", "rwkv6", "rwkv7"):
-        complaints.add(RangeError, "model_type in config.json", "gla, retnet, rwkv6 or rwkv7", repr(kind))
+    if kind not in KINDS:
+        complaints.add(RangeError, "model_type in config.json", f"{', '.join(KINDS[:-1])} or {KINDS[-1]}", repr(kind))
     plain = (None,) if rwkv else (stored.get("attn"),)
     for name, wanted in {"attn": plain, "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
         if stored.get(name, wanted[0]) not in wanted:
@@ -151,7 +156,7 @@ def config_of(archive: Archive) -> Config:
     sizes["tie_embeddings"] = tied(archive, flag(archive.config, "tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
     if rwkv:
         return (_rwkv6_config if kind == "rwkv6" else rwkv7.fla_config)(archive, sizes)
-    return _heads_config(archive, sizes, kind == "gla")
+    return _attending_config(archive, sizes, str(kind))
 
 
 def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
@@ -179,10 +184,23 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
     )  # fmt: skip
 
 
-def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
-    stored, mixing, C = archive.config, "model.layers.{}.attn.", sizes["hidden_size"]
-    attention = _attention(archive, sizes["num_layers"])
-    layers = [n for n in range(sizes["num_layers"]) if n not in attention]
+def _attending_config(archive: Archive, sizes: dict[str, Any], kind: str) -> Config:
+    """A model with gated feed-forward layers and, in some layers, softmax attention."""
+    count, C = sizes["num_layers"], sizes["hidden_size"]
+    attention = _attention(archive, count)
+    layers = [n for n in range(count) if n not in attention]
+    delta = kind in fla_delta.KINDS
+    mixer: Any = fla_delta.mixer_of(archive, kind, C, layers) if delta else _heads_config(archive, C, layers, kind == "gla")
+    _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
+    mixers = tuple(attention.get(n, mixer) for n in range(count)) if attention else mixer
+    rescale_every = number(archive.config, "rescale_every", 0, 0)
+    return Config(
+        mixer=mixers, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=mixer.norm_eps, rescale_every=rescale_every, **sizes
+    )  # fmt: skip
+
+
+def _heads_config(archive: Archive, C: int, layers: list[int], gla: bool) -> HeadsConfig:
+    stored, mixing = archive.config, "model.layers.{}.attn."
     keys, _ = archive.shape(f"{mixing}q_proj.weight", "HK C", layers)
     shared, _ = archive.shape(f"{mixing}k_proj.weight", "GK C", layers)
     _, values = archive.shape(f"{mixing}o_proj.weight", "C HV", layers)
@@ -209,15 +227,8 @@ def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
     if gla:
         rank, _ = archive.shape(f"{mixing}gk_proj.0.weight", "R C")
         shape |= {"gate_low_rank_dim": rank, "clamp_min": number(archive.config, "clamp_min", None)}
-        mixer: HeadsConfig = GLAConfig(**shape)
-    else:
-        mixer = RetentionConfig(**shape)
-    _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
-    mixers = tuple(attention.get(n, mixer) for n in range(sizes["num_layers"])) if attention else mixer
-    rescale_every = number(archive.config, "rescale_every", 0, 0)
-    return Config(
-        mixer=mixers, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], rescale_every=rescale_every, **sizes
-    )  # fmt: skip
+        return GLAConfig(**shape)
+    return RetentionConfig(**shape)
 
 
 def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionConfig]:
@@ -249,14 +260,16 @@ def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionC
 def refuses(config: Config) -> str | None:
     """Why this layout does not support a model, or None."""
     mixer, channel = _recurrent(config), config.channels[0]
-    kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
+    deltas = [made for made, *_ in fla_delta.KINDS.values()]
+    kinds = dict.fromkeys((GLAConfig, RetentionConfig, *deltas), SwiGLUConfig)
+    kinds |= {RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
-        return "it holds GLA and RetNet with gated feed-forward layers, RWKV-6 and RWKV-7"
+        return "it holds GLA, RetNet and the delta rule with gated feed-forward layers, RWKV-6 and RWKV-7"
     attention = {one for one in config.mixers if type(one) is SoftmaxAttentionConfig}
     if any(one != mixer and one not in attention for one in config.mixers) or any(one != channel for one in config.channels):
         return "all its layers have the same sizes, except for those of softmax attention"
     if attention and isinstance(mixer, RWKV6Config | RWKV7Config):
-        return "its hybrids are of GLA and RetNet"
+        return "its hybrids are of GLA, RetNet and the delta rule"
     if any(one.qk_norm or one.head_dim or one.rope_theta is None for one in attention) or len({one.max_length for one in attention}) > 1:
         return "its softmax attention has rotary embeddings, no norms, heads of hidden_size / num_heads and one max_length"
     if isinstance(mixer, RWKV7Config):
@@ -265,9 +278,12 @@ def refuses(config: Config) -> str | None:
         if mixer.tuned_state:
             return "its sequences begin with states of zeros"
         return None if config.norm == "layer_norm" else "its RWKV-6 has layer norms"
-    assert isinstance(mixer, HeadsConfig)
-    if config.norm != "rms_norm" or config.embedding_norm or mixer.norm_eps != config.norm_eps or not mixer.use_output_norm:
+    assert isinstance(mixer, HeadsConfig | DeltaConfig)
+    normed = isinstance(mixer, DeltaConfig) or mixer.use_output_norm
+    if config.norm != "rms_norm" or config.embedding_norm or mixer.norm_eps != config.norm_eps or not normed:
         return "all its norms are RMS norms of one eps, also of outputs but not of embeddings"
+    if isinstance(mixer, DeltaConfig):
+        return fla_delta.refuses(mixer)
     if isinstance(mixer, GLAConfig) and mixer.gate_logit_normalizer != 16:
         return "it divides decays by 16"
     if mixer.conv_bias:
@@ -329,6 +345,8 @@ def stored(config: Config) -> dict[str, Any]:
             "norm_bias": config.norm_bias,
             "group_norm_eps": mixer.norm_eps,
         }
+    if isinstance(mixer, DeltaConfig):
+        return found | fla_delta.stored(mixer)
     assert isinstance(mixer, HeadsConfig)
     names = {here: theirs for theirs, here in FEATURE_MAPS.items()}
     gla = isinstance(mixer, GLAConfig)

@@ -2,7 +2,7 @@
 
 Importing this module registers them. ``AutoModelForCausalLM.from_pretrained`` and ``AutoModel.from_pretrained`` then load folders that
 ``penstock.models.save`` or ``save_pretrained`` wrote and, where transformers has no class of its own, the public layouts of RWKV-5,
-RWKV-6, RWKV-7, GLA and RetNet:
+RWKV-6, RWKV-7, GLA, RetNet, DeltaNet, gated DeltaNet and KDA:
 
 >>> import torch
 >>> from penstock.models import CausalLM, gla
@@ -35,7 +35,7 @@ from .pretrained import PenstockPreTrainedModel
 
 __all__ = ["CACHE", "PUBLIC_TYPES", "PenstockConfig", "PenstockForCausalLM", "PenstockModel", "PenstockPreTrainedModel", "StateCache"]
 
-PUBLIC_TYPES = ("rwkv5", "rwkv6", "rwkv7", "gla", "retnet")
+PUBLIC_TYPES = ("rwkv5", "rwkv6", "rwkv7", "gla", "retnet", "delta_net", "gated_deltanet", "kda")
 """Model types of public folders that transformers has no class for."""
 
 

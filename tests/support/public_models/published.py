@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
+from . import delta, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
 
 ATTENTION = [
     {"layers": [1], "num_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "window_size": 7, "rope_theta": 100.0},
@@ -84,6 +84,22 @@ def _published() -> dict[str, Published]:
         config = retnet.config(**changes)
         w = retnet.draw(config)
         found[f"fla {name}"] = Published(partial(write_safetensors, w, config), partial(retnet.logits, w, config), formats)
+
+    for name, kind, changes in (
+        ("delta_net", "delta_net", {}),
+        ("delta_net plain", "delta_net", {"use_beta": False, "use_short_conv": False, "qk_activation": "relu", "allow_neg_eigval": True}),
+        ("delta_net gated", "delta_net", {"use_gate": True, "qk_activation": "elu", "qk_norm": "sum", "expand_k": 0.5, "expand_v": 1.5}),
+        ("gated_deltanet", "gated_deltanet", {"num_v_heads": 4, "expand_v": 1.0}),
+        ("gated_deltanet plain", "gated_deltanet", {"use_gate": False, "allow_neg_eigval": True, "tie_word_embeddings": True}),
+        ("gated_deltanet sigmoid", "gated_deltanet", {"output_gate_activation": "sigmoid", "use_short_conv": False}),
+        ("gated_deltanet hybrid", "gated_deltanet", {"num_hidden_layers": 3, "attn": ATTENTION}),
+        ("kda", "kda", {}),
+        ("kda bounded", "kda", {"num_v_heads": 4, "expand_v": 2.0, "lower_bound": -5.0, "safe_gate": True}),
+        ("kda hybrid", "kda", {"attn": {"layers": [0], "num_heads": 6}}),
+    ):
+        config = delta.config(kind, **changes)
+        w = delta.draw(config)
+        found[f"fla {name}"] = Published(partial(write_safetensors, w, config), partial(delta.logits, w, config), ("fla",))
 
     limits = {"time_step_limit": [0.1, 0.5], "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}
     for name, config in {"": mamba2.config(), " limited": mamba2.config(groups=1, eps=1e-3) | limits}.items():

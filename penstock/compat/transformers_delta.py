@@ -1,0 +1,97 @@
+"""What ``accelerate`` puts in the place of transformers' functions of the delta rule.
+
+Qwen3-Next, Qwen3.5 and OLMo-Hybrid have ``torch_chunk_gated_delta_rule`` and ``torch_recurrent_gated_delta_rule``; Kimi Linear has
+``chunk_kimi_delta_attention`` and ``recurrent_kimi_delta_attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..delta.functional import gated_delta_rule, kda
+
+States = tuple[Tensor, Tensor | None]
+
+
+def _torch_chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> States:
+    """Query and key [B,T,G,K], value [B,T,H,V], g and beta [B,T,H], states [B,H,K,V]; chunk_size is theirs."""
+    return _run(gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+
+
+def _torch_recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> States:
+    return _run(gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+
+
+def _chunk_kimi_delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> States:
+    """As for the gated delta rule, with g [B,T,H,K]."""
+    return _run(kda, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+
+
+def _recurrent_kimi_delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> States:
+    return _run(kda, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+
+
+def _run(
+    function: Callable[..., States], tensors: tuple[Tensor, ...], initial_state: Tensor | None, output_final_state: bool, norm: bool,
+    others: dict[str, Any],
+) -> States:  # fmt: skip
+    """Others are arguments of attention layers, which transformers passes along; of these, offsets of packed sequences count."""
+    offsets = (others.get(name) for name in ("cu_seqlens", "cu_seq_lens_q"))
+    output, final = function(
+        *tensors, use_qk_l2norm=norm, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=next((one for one in offsets if one is not None), None),
+    )  # fmt: skip
+    return output, final
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _torch_chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _torch_recurrent_gated_delta_rule,
+    "chunk_kimi_delta_attention": _chunk_kimi_delta_attention,
+    "recurrent_kimi_delta_attention": _recurrent_kimi_delta_attention,
+}
