@@ -261,7 +261,7 @@ def refuses(config: Config) -> str | None:
     """Why this layout does not support a model, or None."""
     mixer, channel = _recurrent(config), config.channels[0]
     deltas = [made for made, *_ in fla_delta.KINDS.values()]
-    kinds = dict.fromkeys((GLAConfig, RetentionConfig, *deltas), SwiGLUConfig)
+    kinds: dict[type, type] = dict.fromkeys((GLAConfig, RetentionConfig, *deltas), SwiGLUConfig)
     kinds |= {RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
         return "it holds GLA, RetNet and the delta rule with gated feed-forward layers, RWKV-6 and RWKV-7"
