@@ -56,7 +56,7 @@ def test_perplexity_is_printed_and_written(tmp_path):
         (["--task", "perplexity", "--model", "a", "--text", "nowhere"], "eval: text must be a text file in UTF-8, got 'nowhere'"),
         (["--task", "perplexity", "--model", "a", "--text", "b", "--pairs", "3"], "eval: pairs must be given for mqar only"),
         (["--task", "mqar", "--window", "3"], "eval: window must be given for perplexity only, got --task mqar"),
-        (["--task", "mqar", "--architecture", "lstm"], "eval: architecture must be one of gla, "),
+        (["--task", "mqar", "--architecture", "lstm"], "eval: architecture must be one of delta_net, gated_deltanet, gla, "),
         (["--task", "mqar", "--pairs", "20"], "mqar: length must be an even number of at least 4 * pairs = 80, got 64"),
         (["--task", "mqar", "--seconds", "0"], "eval: seconds must be a finite number above 0"),
         (["--task", "mqar", "--device", "tpu"], "eval: device must be cpu, cuda or cuda:N"),
