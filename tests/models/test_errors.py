@@ -253,7 +253,7 @@ def test_messages_of_generate(model: CausalLM, ids: Tensor, options: dict[str, A
         (lambda: Config(5, 8, 2, None), DtypeError, "mixer must be a MixerConfig"),
         (lambda: Config(5, 8, 1, GLAConfig(), norm="batch"), RangeError, "norm must be 'layer_norm' or 'rms_norm', got 'batch'"),
         (lambda: Config.from_dict({"vocab": 5}), RangeError, "values must be made of channel, embedding_norm"),
-        (lambda: Config.from_dict({"mixer": {"kind": "rnn"}}), RangeError, "kind must be one of gla"),
+        (lambda: Config.from_dict({"mixer": {"kind": "rnn"}}), RangeError, "kind must be one of delta_net, gated_deltanet, gla"),
         (
             lambda: hybrid(gla(vocab_size=5, num_layers=2, hidden_size=64), SwiGLUConfig(5), [2]),
             RangeError,
