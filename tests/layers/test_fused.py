@@ -534,16 +534,28 @@ def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(
     assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
 
 
+def moved(model, seed):
+    """The model with weights that are moved by up to half a unit in the last place of float16."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in model.parameters():
+            x *= 1 + (2 * torch.rand(x.shape, generator=generator) - 1) * 2**-11
+    return model
+
+
 @pytest.mark.parametrize("tokens", [40])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_under_autocast(name, tokens, request):
     """float32 weights, float16 products: relative errors of all gradients together are those of plain PyTorch, and less is kept.
 
-    With fewer tokens one rounding changes the ratio of the errors by more than the bar: 0.56 to 4.0 from 8 to 24 tokens.
+    With fewer tokens one rounding changes the ratio of the errors by more than the bar: 0.56 to 4.0 from 8 to 24 tokens. Those of plain
+    PyTorch are the mean of five runs, whose weights differ by less than float16 products round them: for rwkv7, whose norm of a first
+    token's head may be of numbers near 0, such runs differ by a factor of 6.
     """
     (exact, _), plain = trained(model_of(name, torch.float64), tokens), model_of(name)
     with torch.autocast("cpu", dtype=torch.float16):
         wanted, most = trained(plain, tokens)
+        others = [trained(moved(model_of(name), seed), tokens)[0] for seed in range(4)]
     ran = request.getfixturevalue("ran")
     with torch.autocast("cpu", dtype=torch.float16):
         found, kept = trained(plain, tokens)
@@ -554,5 +566,5 @@ def test_training_steps_under_autocast(name, tokens, request):
     assert all(torch.equal(x, y) for x, y in zip(again, found))
     assert least < kept
     assert all(x.dtype == torch.float32 for x in found)
-    ours, theirs = (torch.tensor([error(x, true) for x, true in zip(one, exact)]) for one in (found, wanted))
-    assert ours.square().mean() <= 1.5**2 * theirs.square().mean()
+    ours, *theirs = (torch.tensor([error(x, true) for x, true in zip(one, exact)]) for one in (found, wanted, *others))
+    assert ours.square().mean() <= 1.5**2 * torch.stack(theirs).square().mean()
