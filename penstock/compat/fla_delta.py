@@ -39,12 +39,12 @@ def _kda(call: Call) -> Output:
         call.refuse("use_graph", "False", "CUDA graphs of torch capture calls as they are.")
     gates, bias = _gates(call, "g"), call.get("dt_bias")
     if gates:
-        heads = call["v"].shape[2] if isinstance(call["v"], Tensor) and call["v"].dim() == 4 else 1
-        bound = call["lower_bound"]
+        v, bound = call["v"], call["lower_bound"]
+        heads = max(v.shape[2], 1) if isinstance(v, Tensor) and v.dim() == 4 else 1
         if gates["A_log"] is None:
             if bound is None:
                 call.refuse("A_log", "given with use_gate_in_kernel, unless there is a lower_bound", "Pass A_log [H].")
-            gates["A_log"] = torch.zeros(heads, dtype=torch.float32, device=call["v"].device)
+            gates["A_log"] = torch.zeros(heads, dtype=torch.float32, device=v.device if isinstance(v, Tensor) else None)
         if isinstance(bias, Tensor) and bias.dim() == 1 and bias.numel() % heads == 0:
             gates["dt_bias"] = bias.view(heads, -1)
         gates["lower_bound"] = bound
@@ -56,6 +56,9 @@ def _rwkv7(call: Call) -> Output:
 
 
 def _mul_rwkv7(call: Call) -> Output:
+    for name in ("kk", "a"):
+        if not isinstance(call[name], Tensor):
+            call.refuse(name, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
     kk = call["kk"]
     return _of_rwkv7(call, -kk, kk * call["a"])
 

@@ -42,7 +42,7 @@ class DeltaNetConfig(DeltaConfig):
     qk_activation: Literal["silu", "relu", "elu+1", "identity"] = "silu"
     """Of q and k, after the convolution."""
     qk_norm: Literal["l2", "sum"] = "l2"
-    """Whether each head of q and k is divided by its norm, or by the sum of its absolute values."""
+    """Whether each head of q and k is divided by its norm, or by its sum, which may be near 0 where the activation has both signs."""
 
     def check(self, complaints: Complaints) -> None:
         """Check the names of the activation and of the norm."""
@@ -115,6 +115,8 @@ class DeltaNet(DeltaMixer):
 
 
 def _sum_normed(x: Tensor) -> Tensor:
-    """X divided by the sum of its absolute values over the last axis, or by 1e-6 if that is larger; computed in float32."""
+    """X divided by its sum over the last axis, or by 1e-6 of the same sign if the sum is nearer to 0; computed in float32."""
     wide = x.to(state_dtype(x.dtype))
-    return torch.div(wide, by_halves(wide.abs()).clamp(min=1e-6)).to(x.dtype)
+    total = by_halves(wide)
+    total = torch.where(total < 0, total.clamp(max=-1e-6), total.clamp(min=1e-6))
+    return torch.div(wide, total).to(x.dtype)

@@ -150,6 +150,18 @@ def test_arguments_that_have_no_meaning_here_are_refused(inputs):
             call()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_are_no_tensors_or_have_no_heads_are_refused(name, inputs):
+    call, _ = call_of(name, inputs)
+    raw = {"use_gate_in_kernel": True} if name in GATED else {}
+    raw |= {"lower_bound": -5.0, "dt_bias": inputs["bias"]} if name.endswith("kda") else {}
+    for one in call:
+        with pytest.raises(InvalidArgument):
+            ours.FUNCTIONS[name](**{**call, **raw, one: [1.0]})
+    with pytest.raises(InvalidArgument, match="H must be at least 1"):
+        ours.FUNCTIONS[name](**{key: x[:, :, :0] for key, x in call.items()}, **raw)
+
+
 def test_promises_about_gates_do_not_change_results(inputs):
     call, _ = call_of("chunk_rwkv7", inputs)
     expected = ours.chunk_rwkv7(**call)[0]

@@ -132,7 +132,7 @@ def feature(x: Tensor, activation: str) -> Tensor:
 
 
 def normed(x: Tensor, norm: str) -> Tensor:
-    return x / ((x**2).sum() + 1e-6).sqrt() if norm == "l2" else x / x.abs().sum().clamp(min=1e-6)
+    return x / ((x**2).sum() + 1e-6).sqrt() if norm == "l2" else x / x.sum()
 
 
 def decays(x: Tensor, w: Weights, config: dict, h: int, K: int) -> Tensor:

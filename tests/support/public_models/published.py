@@ -89,6 +89,7 @@ def _published() -> dict[str, Published]:
         ("delta_net", "delta_net", {}),
         ("delta_net plain", "delta_net", {"use_beta": False, "use_short_conv": False, "qk_activation": "relu", "allow_neg_eigval": True}),
         ("delta_net gated", "delta_net", {"use_gate": True, "qk_activation": "elu", "qk_norm": "sum", "expand_k": 0.5, "expand_v": 1.5}),
+        ("delta_net signed sums", "delta_net", {"qk_activation": "identity", "qk_norm": "sum"}),
         ("gated_deltanet", "gated_deltanet", {"num_v_heads": 4, "expand_v": 1.0}),
         ("gated_deltanet plain", "gated_deltanet", {"use_gate": False, "allow_neg_eigval": True, "tie_word_embeddings": True}),
         ("gated_deltanet sigmoid", "gated_deltanet", {"output_gate_activation": "sigmoid", "use_short_conv": False}),
