@@ -24,12 +24,11 @@ from ..variants import VARIANTS
 from .answers import CALLS
 from .calls import Backward
 from .forms import raw
-from .forms.channels_backward_sm90 import BACKWARD as HOPPER_BACKWARD
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
 PASSES: Mapping[str, tuple[Mode, tuple[Form[Any, Any], ...], int]] = {
     "forward": ("forward", CHUNK_FORWARD, 0),
-    "backward": ("backward", tuple({one.name: one for one in (HOPPER_BACKWARD, *CHUNK_BACKWARD)}.values()), 0),
+    "backward": ("backward", CHUNK_BACKWARD, 0),
     "pieces": ("advance", PIECES, 0),
     "step": ("advance", TOKENS_IN_PLACE, 1),
     "short forward": ("forward", TOKEN_FORWARD, 8),
