@@ -192,7 +192,8 @@ class RWKV7TimeMix(TunedMixer):
         removed = F.normalize((keys * self.k_k.to(wide)).unflatten(-1, (H, n)), dim=-1)
         k = (keys * (1 + (rate - 1) * self.k_a.to(wide))).to(narrow)
         r, raw, k, v, rate = (one.unflatten(-1, (H, n)) for one in (r, raw, k, v, rate))
-        output, wkv = sequences.recur_rwkv7(r, raw, k, v, -removed.to(narrow), (removed * rate).to(narrow), state=wkv)
+        a, b = -removed.to(narrow), (removed * rate).to(narrow)
+        output, wkv = sequences.delta_rule("rwkv7", r, k, v, raw, a=a, b=b, raw_decay=True, state=wkv)
         bonus = (r.to(wide) * k.to(wide) * self.r_k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
         y = (norm_of_heads(output, self.ln_x, grouped=True) + bonus.flatten(-2)) * gate
         return last_map(self.output, sequences)(y.to(narrow)), wkv

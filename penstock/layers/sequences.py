@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call.validation import known_values
 from ..delta import functional as delta
+from ..delta.variants import VARIANTS
 from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
@@ -189,27 +190,21 @@ class Sequences:
             output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
             return output, state if after is None else after
 
-    def delta_rule(self, variant: str, q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def delta_rule(
+        self, variant: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, state: Tensor, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the delta rule ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool.
 
-        ``inputs`` are the other arguments of the variant's function, by name.
+        ``g`` is the log decay or the raw gate. ``inputs`` are the other arguments of the variant's function, by name.
         """
         with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
             if self.in_place:
                 inputs |= {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
-                return operated(delta.advance, variant, q, k, v, **inputs), state
-            output, after = operated(getattr(delta, variant), q, k, v, **inputs, **self._from(state))
+                return operated(delta.advance, variant, q, k, v, g, **inputs), state
+            row = VARIANTS[variant]
+            inputs |= {row.query: q, "k": k, "v": v} | ({row.gate: g} if row.gate else {})
+            output, after = operated(getattr(delta, variant), **inputs, **self._from(state))
             return output, state if after is None else after
-
-    def recur_rwkv7(
-        self, r: Tensor, raw: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, state: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run ``rwkv7`` with raw decays from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
-        if self.in_place:
-            rows: dict[str, Any] = {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
-            return operated(delta.advance, "rwkv7", r, k, v, raw, a=a, b=b, raw_decay=True, **rows), state
-        output, after = operated(delta.rwkv7, r, raw, k, v, a, b, raw_decay=True, **self._from(state))
-        return output, state if after is None else after
 
     def _from(self, state: Tensor) -> dict[str, Any]:
         """The options of a recurrence from these states."""
