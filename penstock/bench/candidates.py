@@ -64,11 +64,12 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     family = inputs.family.family
     family.check_name("bench", impl)
     name, problem = impl, problem_of(inputs, mode)
-    taken = [family.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in IMPLEMENTATION_MODES[mode]]
+    modes = IMPLEMENTATION_MODES[mode]
+    taken = [family.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in modes]
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
     # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.
-    bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype, "forward")
+    bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype, modes[-1])
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return inputs.step(state, impl), state

@@ -40,6 +40,7 @@ class Comparison:
         self.d_results = tuple(torch.randn(shape, generator=random).to(device, one.dtype(dtype)) for one, shape in zip(empty, shapes))
         with using_threads(1):  # the oracle's many small operations do not gain from more threads
             self.exact = self._exact()
+        self._errors: dict[int, dict[str, float]] = {}
 
     def _draw(self, one: Argument, random: torch.Generator) -> Tensor | None:
         if one.name in self.trial.indices:
@@ -118,7 +119,6 @@ class Comparison:
             return
         modes: tuple[Mode, ...] = (self.operator.mode,) if self.operator.in_place else ("forward", "backward")
         threads = None if self.operator.family.pick(self.problem.whole, self.operator.mode, "auto") is one else 1
-        rounded = self._rounded(one)
         for mode in modes if only is None else (only,):
             reason = one.refusal(self.problem.whole, mode)
             if reason is not None:
@@ -134,15 +134,23 @@ class Comparison:
                 continue
             for result, value in found.items():
                 error = oracle.error(value, self.exact[result])
+                rounded = self._rounded(one, "backward" if result.startswith("gradient") else mode)
                 allowed = self._budget(value.dtype) + 2 * rounded.get(result, 0.0)
                 yield Finding(*at, result, error, allowed, failed=not error <= allowed)
 
-    def _rounded(self, one: Implementation) -> dict[str, float]:
-        """Errors from rounded operands of the products, by result; empty if the implementation does not round them."""
-        bits = one.operands(self.dtype, self.operator.mode)
+    def _rounded(self, one: Implementation, mode: Mode) -> dict[str, float]:
+        """Errors from rounded operands of the products, by result; empty if the implementation does not round them in this mode."""
+        bits = one.operands(self.dtype, mode)
         if bits is None:
             return {}
-        named = {f"gradient of {one.name}": f"gradient of {one.public}" for one in self.signature.arguments}
+        if bits not in self._errors:
+            self._errors[bits] = self._errors_of(bits)
+        return self._errors[bits]
+
+    def _errors_of(self, bits: int) -> dict[str, float]:
+        """Errors from operands of so many bits, by result."""
+        given = [one for one, x in zip(self.signature.arguments, self.tensors) if x is not None]
+        named = {f"gradient of {one.name}": f"gradient of {one.public}" for one in given}
         public = {inner.replace("_", " "): outer.replace("_", " ") for inner, outer in named.items()}
         inner = {outer: name for name, outer in public.items()}
         exact = {inner.get(name, name): x for name, x in self.exact.items()}

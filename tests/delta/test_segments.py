@@ -62,12 +62,11 @@ SIZES = [
 
 @pytest.mark.parametrize(("T", "H", "B", "L"), SIZES)
 def test_few_programs_are_cut_into_segments(T, H, B, L):
-    """The rule. No call takes it before a GPU has run the kernels."""
+    """The rule, and the form that a call takes by it."""
     call = call_of(T, H, B)
     segment = segments.of_programs(call)
     assert (None if segment is None else segment({"B": B, "T": T, "N": B})) == L
-    assert segments.avoids(call) == (segments.UNVERIFIED if L else "sequences and heads fill the GPU, or the sequences are short")
-    assert first(lists.CHUNK_FORWARD, call) is chunks.FORWARD
+    assert first(lists.CHUNK_FORWARD, call) is (chunks.FORWARD if L is None else segments.FORWARD)
 
 
 def test_the_gradient_of_the_state_alone_needs_no_states():

@@ -109,6 +109,9 @@ def test_views(rows):
             (y,) = products([one], [other], Tiling(4, 1, 8), early=False)
             close(y, wanted)
     assert not launch.takes([torch.empty(73, dtype=torch.bfloat16)[1:].view(1, 72)])
+    assert launch.takes([torch.empty(8, 24, dtype=torch.bfloat16).T])
+    assert not launch.takes([torch.empty(6, 24, dtype=torch.bfloat16).T])  # rows of the input have 12 bytes
+    assert not launch.takes([torch.empty(8, 12, dtype=torch.bfloat16).T])
     assert not launch.takes([torch.empty(2**22, 64, dtype=torch.bfloat16, device="meta")])
 
 

@@ -52,9 +52,10 @@ TILES = 2**16 - 1
 
 
 def takes(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel can read 16-bit weights: their rows, or the columns of the first one, are aligned to 16 bytes."""
+    """Whether the kernel can read 16-bit weights and their inputs: rows, and the columns of the first weight, are aligned to 16 bytes."""
     dense = (weight if weight.is_contiguous() else weight.T for weight in weights)
-    return _tiles(weights) <= TILES and all(one.data_ptr() % 16 == 0 == 2 * one.shape[1] % 16 for one in dense)
+    lengths = {weights[0].shape[1], *(one.shape[1] for one in dense)}
+    return _tiles(weights) <= TILES and all(2 * n % 16 == 0 for n in lengths) and all(one.data_ptr() % 16 == 0 for one in weights)
 
 
 def _tiles(weights: Sequence[Tensor]) -> int:
