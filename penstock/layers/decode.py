@@ -40,7 +40,7 @@ def _refuses_update(sequences: Sequences) -> str | None:
     return "autocast is on" if private.autocasting() else None
 
 
-def _refuses_step(sequences: Sequences) -> str | None:
+def refuses_step(sequences: Sequences) -> str | None:
     """Why a call is not a decode step in a graph, or None."""
     return refuses_graph(mode()) or _refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
 
@@ -71,6 +71,8 @@ def _refuses_shifted_norm(c: ShiftedNorm) -> str | None:
         return "tokens, the residual and the norm must have one dtype"
     if x.shape[-1] > 2**14:
         return f"it takes at most {2**14} channels, got {x.shape[-1]}"
+    if len(c.factors) > (most := launching("few_rows_launch").SHIFTS):
+        return f"it takes at most {most} factors, got {len(c.factors)}"
     return None if c.pool.stride(1) == 1 else "rows of the pool must be contiguous"
 
 
@@ -109,7 +111,7 @@ SHIFTED_NORM: Chain[ShiftedNorm, Any] = Chain(
 def _refuses_row(c: OneRow) -> str | None:
     """Why there is no kernel for one token in a graph whose kernels may read all parameters early, or None."""
     x, y, sequences = c.x, c.y, c.sequences
-    if (why := _refuses_step(sequences)) is not None:
+    if (why := refuses_step(sequences)) is not None:
         return why
     if x.shape != (1, 1, WIDTH) or sequences.slots is None:
         return f"it takes one token of {WIDTH} channels with a slot, got {x.shape[0] * x.shape[1]} of {x.shape[2]}"
@@ -265,7 +267,7 @@ def rwkv_step(
 
 
 def _refuses_rwkv_step(c: Step) -> str | None:
-    if (why := _refuses_step(c.sequences)) is not None:
+    if (why := refuses_step(c.sequences)) is not None:
         return why
     norm, (low, up), (K, V) = c.norm, c.low_rank or (None, None), c.pool.shape[2:]
     if (why := altered(norm, nn.GroupNorm)) is not None:

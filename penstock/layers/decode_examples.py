@@ -127,7 +127,7 @@ def _draw_shifted_norm(draw: Draw, single: bool = False, centre: bool = True) ->
     x, ends = draw("x", *((3, 1) if single else (1, 19)), C), [] if single else [0, 7, 12, 19]
     sequences, y = drawn(draw, x, ends, [4, 0, 2], in_place=True), draw("y", *x.shape) if centre else None
     norm = draw.module("norm", nn.LayerNorm(C) if centre else nn.LayerNorm(C, bias=False))
-    factors = tuple(draw.learned(f"factor {n}", C) for n in range(4))
+    factors = tuple(draw.learned(f"factor {n}", C) for n in range(6 if single else 4))
     return ShiftedNorm(x, y, norm, draw("pool", 5, C), sequences, factors, centre, not centre)
 
 

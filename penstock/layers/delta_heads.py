@@ -14,10 +14,10 @@ from ..call.recompute import again
 from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
 from .convolution import ShortConvolution, convolved
-from .fused import activated, norm_gate
 from .halving import last_map
 from .heads import projection
 from .mixer import Mixer, MixerConfig
+from .norm_gate import norm_gate
 from .norms import RMSNorm
 from .sequences import Sequences
 from .shared_input import linears_of
@@ -147,12 +147,9 @@ class DeltaMixer(Mixer):
     def _project_output(self, output: Tensor, gate: Tensor | None, sequences: Sequences) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] and the gate [B,T,H*V] to y [B,T,C]."""
         output_map = last_map(self.o_proj, sequences)
-        if gate is not None and self.gate == "silu":
-            return norm_gate(output, gate, self.norm, output_map, grouped=False)
-        normed = self.norm(output).flatten(-2)
         if gate is not None:
-            return activated(gate, normed, "sigmoid", output_map)
-        y: Tensor = output_map(normed)
+            return norm_gate(output, gate, self.norm, output_map, grouped=False, activation=self.gate)
+        y: Tensor = output_map(self.norm(output).flatten(-2))
         return y
 
 

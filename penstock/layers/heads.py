@@ -13,10 +13,11 @@ from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import repeated
 from .activations import ACTIVATIONS
 from .convolution import ShortConvolution, convolved
-from .fused import activated, norm_gate
+from .fused import activated
 from .halving import last_map
 from .linear import Linear
 from .mixer import Mixer, MixerConfig
+from .norm_gate import norm_gate
 from .norms import RMSNorm
 from .sequences import Sequences
 from .shared_input import linears_of

@@ -164,8 +164,10 @@ class Mixer(nn.Module):
         adopt(state, after)
         return (y, *yielded) if yielded else y
 
-    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """An update in place that includes the residual sum and the norm: x + y (x without y), and the result of ``advance`` for its norm.
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Any, ...] | None:
+        """An update in place that includes the residual sum and the norm: x + y (x without y), and the results of ``advance`` for its norm.
+
+        A mixer that takes values gets them as a further argument ``values``; one that yields values returns them after y.
 
         None: the mixer has no kernel for this call and has done nothing. Some mixers compute the sum, the norm and their input in one
         kernel. Not called where ``unstepped`` gives a reason.
@@ -180,8 +182,6 @@ class Mixer(nn.Module):
             return why
         if kind._stepped is None:
             return "has no step across its norm"
-        if self.takes or self.yields:
-            return "passes values, which its step does not"
         return None if kind.mix is kind._stepped and "mix" not in vars(self) else "has a mix that its step does not belong to"
 
     def _sequences(

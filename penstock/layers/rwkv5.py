@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
 from .decode import rwkv_step, shifted_norm
-from .fused import norm_gate, norm_of_heads
 from .halving import last_map
 from .linear import linears
 from .mixer import Mixer, MixerConfig
+from .norm_gate import norm_gate, norm_of_heads
 from .rwkv import check_head_size, head_count, matrix, ramp
 from .sequences import Sequences
 from .token_shift import token_shift

@@ -25,10 +25,10 @@ from ..errors import Complaints
 from ..tokens.dtypes import state_dtype
 from .decays import low_rank_decay
 from .decode import low_rank_maps, rwkv_step, shifted_norm
-from .fused import norm_gate
 from .halving import last_map
 from .linear import linear, linears
 from .mixer import MixerConfig
+from .norm_gate import norm_gate
 from .rwkv import TunedMixer, check_head_size, head_count, matrix, ramp
 from .sequences import Sequences
 from .token_shift import TokensBefore, token_shift

@@ -14,23 +14,26 @@ github.com/BlinkDL/RWKV-LM, ``RWKV-v7/train_temp/src/model.py``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import Complaints
 from ..tokens.dtypes import state_dtype
-from .activations import Pointwise, sigmoid, tanh
 from .decode import shifted_norm
-from .fused import activated, norm_of_heads
+from .fused import activated
 from .halving import halved, last_map
-from .linear import linear, linears
+from .linear import linears
 from .mixer import Mixer, MixerConfig
+from .norm_gate import Added, norm_gate
 from .rwkv import ShiftState, TunedMixer, check_head_size, head_count, matrix, orthogonal, ramp
+from .rwkv7_chains import Learned, Mixed, recurrence_inputs
+from .rwkv7_decode import LowRankMap, low_rank_map, low_rank_maps, rwkv7_step
 from .sequences import Sequences
+from .shared_input import linears_of
 from .token_shift import token_shift
 from .values import Values
 
@@ -89,6 +92,21 @@ class RWKV7State(NamedTuple):
     """[N,C], the last input."""
     wkv: Tensor
     """[N,H,K,V], the state of the recurrence, float32 (float64 for float64 models)."""
+
+
+class Projected(NamedTuple):
+    """The linear maps of the token shifts of an input, [B,T,H*N]."""
+
+    r: Tensor
+    w: Tensor
+    """The raw decay without its bias."""
+    k: Tensor
+    v: Tensor
+    rate: Tensor
+    """The logit of the in-context learning rate without its bias."""
+    gate: Tensor
+    mix: Tensor | None = None
+    """The logit of the weight of layer 0's values without its bias."""
 
 
 class RWKV7TimeMix(TunedMixer):
@@ -161,42 +179,53 @@ class RWKV7TimeMix(TunedMixer):
     def mix(self, x: Tensor, state: RWKV7State, sequences: Sequences, values: Values | None = None) -> tuple[Any, ...]:
         """Y, the new state and, of layer 0, v."""
         last, shift = sequences.shifted(x, state.shift)
-        *mixed, x = token_shift(x, last, sequences, self.x_r, self.x_k, self.x_v, kept=True)
-        x_w, x_a, x_g = token_shift(x, last, sequences, self.x_w, self.x_a, self.x_g)
-        maps = self.receptance, self.key, self.value
-        r, k, v = linears(mixed, maps) or [one(each) for one, each in zip(maps, mixed)]
-        yielded = {name: v for name in self.yields}
-        if values is not None:
-            weight = sigmoid(self._low_rank(mixed[2], self.v1, self.v2, self.v0))
-            v = torch.lerp(v.to(weight.dtype), values[VALUE].to(weight.dtype), weight).to(r.dtype)
-        raw = self._low_rank(x_w, self.w1, self.w2, self.w0, tanh)
-        rate = sigmoid(self._low_rank(x_a, self.a1, self.a2, self.a0))
-        gate = self._low_rank(x_g, self.g1, self.g2, None, sigmoid)
-        y, wkv = self._recurred(r, raw, k, v, rate, gate, state.wkv, sequences)
-        after = RWKV7State(shift, wkv)
-        return (y, after, yielded) if yielded else (y, after)
+        y, wkv, *yielded = self._mixed(token_shift(x, last, sequences, *self._factors()), state.wkv, sequences, values)
+        return y, RWKV7State(shift, wkv), *yielded
 
-    def _low_rank(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: Pointwise | None = None) -> Tensor:
-        """A low-rank map and its bias, which are added in float32 (float64 for float64 x)."""
-        hidden = linear(x, down.T)
-        y = linear(hidden if activation is None else activation(hidden), up.T)
-        y = y.to(state_dtype(y.dtype))
-        return y if bias is None else y + bias.to(y.dtype)
+    def step(
+        self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV7State, sequences: Sequences, values: Values | None = None
+    ) -> tuple[Any, ...] | None:  # fmt: skip
+        """See ``Mixer.step``."""
+        found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors())
+        if found is None:
+            return None
+        mixed, _, *yielded = self._mixed(found.mixed, state.wkv, sequences, values)
+        return found.total, mixed, *yielded
 
-    def _recurred(
-        self, r: Tensor, raw: Tensor, k: Tensor, v: Tensor, rate: Tensor, gate: Tensor, wkv: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Y and the new state of the recurrence. ``raw``, ``rate`` and ``gate`` are wide."""
-        (H, n), narrow, wide = self.r_k.shape, r.dtype, rate.dtype
-        keys = k.to(wide)
-        removed = F.normalize((keys * self.k_k.to(wide)).unflatten(-1, (H, n)), dim=-1)
-        k = (keys * (1 + (rate - 1) * self.k_a.to(wide))).to(narrow)
-        r, raw, k, v, rate = (one.unflatten(-1, (H, n)) for one in (r, raw, k, v, rate))
-        a, b = -removed.to(narrow), (removed * rate).to(narrow)
-        output, wkv = sequences.delta_rule("rwkv7", r, k, v, raw, a=a, b=b, raw_decay=True, state=wkv)
-        bonus = (r.to(wide) * k.to(wide) * self.r_k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
-        y = (norm_of_heads(output, self.ln_x, grouped=True) + bonus.flatten(-2)) * gate
-        return last_map(self.output, sequences)(y.to(narrow)), wkv
+    def _factors(self) -> Sequence[Tensor]:
+        """The factors of the token shifts of r, w, k, v, a and g."""
+        return self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
+
+    def _mixed(self, mixed: Sequence[Tensor], wkv: Tensor, sequences: Sequences, values: Values | None) -> tuple[Any, ...]:
+        """Y, the new state of the recurrence and, of layer 0, v as values, from the results of the token shifts."""
+        r, w, k, own, rate, gate, mix = self._project(*mixed)
+        yielded = ({VALUE: own},) if self.yields else ()
+        learned, output_map = Learned(self.k_k, self.k_a, self.r_k, self.w0, self.a0), last_map(self.output, sequences)
+        v = own if values is None or mix is None else Mixed(own, mix, values[VALUE], self.v0)
+        stepped = rwkv7_step(r, k, w, rate, learned, v, gate, self.ln_x, wkv, sequences)
+        if stepped is not None:
+            return output_map(stepped), wkv, *yielded
+        c = recurrence_inputs(r, k, w, rate, learned, v)
+        output, wkv = sequences.delta_rule("rwkv7", c.r, c.k, c.v, c.raw, a=c.a, b=c.b, raw_decay=True, state=wkv)
+        added = Added(c.share, c.values)
+        y = norm_gate(output, gate, self.ln_x, output_map, grouped=True, activation="identity", added=added)
+        return y, wkv, *yielded
+
+    def _project(self, x_r: Tensor, x_w: Tensor, x_k: Tensor, x_v: Tensor, x_a: Tensor, x_g: Tensor) -> Projected:
+        """The linear maps and low-rank maps of the token shifts."""
+        maps, mixes = (self.receptance, self.key, self.value), bool(self.takes)
+        low = [
+            LowRankMap(x_w, self.w1, self.w2, "tanh"),
+            LowRankMap(x_a, self.a1, self.a2),
+            LowRankMap(x_g, self.g1, self.g2, "sigmoid"),
+            *([LowRankMap(x_v, self.v1, self.v2)] if mixes else []),
+        ]
+        few, parts = linears((x_r, x_k, x_v), maps), low_rank_maps(*low)
+        shares = mixes and parts is None
+        r, k = few[:2] if few else (self.receptance(x_r), self.key(x_k))
+        v, *hidden = few[2:] if few else linears_of(x_v, (self.value, *([self.v1.T] if shares else [])))
+        w, rate, gate, *mix = parts or [*map(low_rank_map, low[:3]), *(low_rank_map(one, *hidden) for one in low[3:])]
+        return Projected(r, w, k, v, rate, gate, *mix)
 
 
 class RWKV7ChannelMix(Mixer):

@@ -18,6 +18,7 @@ from .linear import (
     Linears,
     as_products,
     called,
+    linear,
     plain_weights,
     product_dtype,
     products,
@@ -27,8 +28,8 @@ from .linear import (
 from .modes import in_graph
 
 
-def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
-    """Linear maps of one input."""
+def linears_of(x: Tensor, maps: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+    """Linear maps, or weights, of one input."""
     return LINEARS_OF(_LinearsOf(x, tuple(maps)))
 
 
@@ -36,7 +37,8 @@ class _LinearsOf(NamedTuple):
     """The arguments of ``linears_of``."""
 
     x: Tensor
-    maps: tuple[nn.Module, ...]
+    maps: tuple[Tensor | nn.Module, ...]
+    """Modules, or weights."""
 
     @property
     def each(self) -> Linears:
@@ -60,9 +62,9 @@ def _shared_input(c: _LinearsOf) -> list[Tensor]:
 
 
 def _draw(draw: Draw) -> _LinearsOf:
-    K, outputs = draw.size(40, 2048), (draw.size(24, 2048), draw.size(8, 512), draw.size(33, 512))
-    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate(outputs))
-    return _LinearsOf(draw("x", 1, 3, K), maps)
+    K, (first, second, third) = draw.size(40, 2048), (draw.size(24, 2048), draw.size(8, 512), draw.size(33, 512))
+    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate((first, second)))
+    return _LinearsOf(draw("x", 1, 3, K), (*maps, draw.learned("weight", third, K, scale=0.2)))
 
 
 LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
@@ -72,7 +74,7 @@ LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
         examples(_draw, *HALF, gradients=False, within=in_graph),
     ),
     plain("shared_input", _shared_input, _refuses_shared_input, examples(_draw)),
-    plain("modules", lambda c: [one(c.x) for one in c.maps]),
+    plain("modules", lambda c: [linear(c.x, one) if isinstance(one, Tensor) else one(c.x) for one in c.maps]),
 )  # fmt: skip
 
 

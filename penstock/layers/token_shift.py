@@ -18,8 +18,10 @@ from .pool_rows import PoolRows
 from .sequences import Sequences, drawn
 from .triton import launching, refusal
 
-FACTORS = 5
+FACTORS = 6
 """The most factors of the kernels."""
+LOW_RANK_FACTORS = 5
+"""The most factors with a low-rank part."""
 RANK = 64
 """The largest M of the kernels."""
 
@@ -93,8 +95,8 @@ def token_shift(
 
 
 def _refuses(c: _Shift) -> str | None:
-    if len(c.factors) > FACTORS:
-        return f"it takes at most {FACTORS} factors, got {len(c.factors)}"
+    if len(c.factors) > (most := FACTORS if c.up is None else LOW_RANK_FACTORS):
+        return f"it takes at most {most} factors{'' if c.up is None else ' with a low-rank part'}, got {len(c.factors)}"
     if c.up is not None and c.up.shape[1] > RANK:
         return f"it takes low-rank parts of at most {RANK}, got {c.up.shape[1]}"
     return refusal(c.x, c.last, *c.factors, c.hidden, c.up)
@@ -143,8 +145,8 @@ def _refuses_pairs(c: _Pairs) -> str | None:
         return "it computes no gradients, and gradients are on"
     if c.hidden is None:
         return "it computes factors with a low-rank part, and there is none"
-    if len(c.factors) > FACTORS:
-        return f"it takes at most {FACTORS} factors, got {len(c.factors)}"
+    if len(c.factors) > LOW_RANK_FACTORS:
+        return f"it takes at most {LOW_RANK_FACTORS} factors, got {len(c.factors)}"
     return refusal(c.x, c.before, *c.factors, c.hidden, c.up)
 
 
@@ -165,7 +167,8 @@ def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
 def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False, fixed: bool = True) -> _Shift:
     C, M = draw.size(72, 2048), draw.size(8, 32)
     x, ends = draw("x", 1, 19, C), [0, 7, 7, 19]
-    last, factors = draw("last", 5 if pooled else 3, C, fixed=fixed), tuple(draw(f"factor {n}", C) for n in range(5))
+    count = LOW_RANK_FACTORS if low_rank else FACTORS
+    last, factors = draw("last", 5 if pooled else 3, C, fixed=fixed), tuple(draw(f"factor {n}", C) for n in range(count))
     hidden, up = (draw("hidden", 19, 5, M), draw("up", 5, M, C, scale=0.3)) if low_rank else (None, None)
     sequences = drawn(draw, x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
     rows = PoolRows(last, sequences.slots, lambda: sequences.read(last)) if sequences.slots is not None else None

@@ -41,7 +41,7 @@ def passed(module: nn.Module, kind: type[Any], values: Values, *given: Any, call
     if inner is None or not (inner.takes or inner.yields):
         x, after = run(*given)
         return x, after
-    found = run(*given, _taken(module, inner, values)) if inner.takes else run(*given)
+    found = run(*given, taken(module, inner, values)) if inner.takes else run(*given)
     if inner.yields:
         if len(found) != 3 or not isinstance(found[2], dict) or found[2].keys() != inner.yields.keys():
             _refuse(module, inner.yields, "results")
@@ -49,7 +49,8 @@ def passed(module: nn.Module, kind: type[Any], values: Values, *given: Any, call
     return found[0], found[1]
 
 
-def _taken(module: nn.Module, inner: Passes, values: Values) -> Values:
+def taken(module: nn.Module, inner: Passes, values: Values) -> Values:
+    """The values that a mixer or layer takes; ``inner`` declares them."""
     if not values.keys() >= inner.takes.keys():
         _refuse(module, inner.takes, "values of earlier layers")
     return {name: values[name] for name in inner.takes}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..layers import Mixer, RWKV6ChannelConfig, RWKV6Config, Sequences
+from ..layers import Mixer, RWKV6ChannelConfig, RWKV6Config, RWKV7Config, Sequences
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
 from ..layers.sequences import adopt, drawn
 from ..layers.triton import absent
-from ..layers.values import Values, passed
+from ..layers.values import Values, passed, taken
 
 
 class MixerUpdate(NamedTuple):
@@ -42,7 +42,15 @@ def _refuses_mixer(c: MixerUpdate) -> str | None:
 
 def _mixer(c: MixerUpdate) -> tuple[Tensor, Tensor] | None:
     assert isinstance(c.module, Mixer) and c.before is not None  # noqa: PT018
-    return c.module.step(c.x, c.y, c.before, c.state, c.sequences)
+    mixer, step = c.module, cast("Any", c.module.step)
+    values = {"values": taken(mixer, mixer, c.values)} if mixer.takes else {}
+    found = step(c.x, c.y, c.before, c.state, c.sequences, **values)
+    if found is None:
+        return None
+    x, y, *yielded = found
+    for one in yielded:
+        c.values.update(one)
+    return x, y
 
 
 def _mixer_as_module(c: MixerUpdate) -> tuple[Tensor, Tensor]:
@@ -57,8 +65,11 @@ SIZE = 48
 """C of the examples."""
 
 
-def _draw_mixer(draw: Draw, channel: bool = False) -> MixerUpdate:
-    config: Any = RWKV6ChannelConfig(intermediate_size=72) if channel else RWKV6Config(head_size=16, mix_rank=4, decay_rank=4)
+RWKV7 = RWKV7Config(head_size=16, decay_rank=4, rate_rank=4, value_rank=4, gate_rank=4)
+MIXERS: tuple[Any, ...] = (RWKV6Config(head_size=16, mix_rank=4, decay_rank=4), RWKV6ChannelConfig(intermediate_size=72), RWKV7)
+
+
+def _draw_mixer(draw: Draw, config: Any) -> MixerUpdate:
     mixer, norm = draw.module("mixer", config.build(SIZE), 0.2), draw.module("norm", nn.LayerNorm(SIZE))
     x, y = draw("x", 3, 1, SIZE), draw("y", 3, 1, SIZE)
     state = drawn_state(draw, mixer.initial_state(5, x))
@@ -85,10 +96,7 @@ UPDATE_MIXER: Chain[MixerUpdate, tuple[Tensor, Tensor]] = Chain(
     "update_mixer",
     plain(
         "step", _mixer, _refuses_mixer,
-        (
-            *examples(_draw_mixer, torch.float32, gradients=False),
-            *examples(partial(_draw_mixer, channel=True), torch.float32, gradients=False),
-        ),
+        tuple(example for config in MIXERS for example in examples(partial(_draw_mixer, config=config), torch.float32, gradients=False)),
         absent,
     ),
     plain("modules", _mixer_as_module),

@@ -23,7 +23,8 @@ from triton.runtime.jit import JITFunction
 from penstock.engine import choosing_kernel, scoring_kernel
 from penstock.engine.slot_tables import BIASED, CONSTRAINED, LIMITED, PENALISED, SlotTables
 from penstock.layers.token_shift import kept_formula, shift_formula
-from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, token_shift_launch
+from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, norm_gate_launch
+from penstock.layers.triton import rwkv7_launch, rwkv7_step_launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
 
@@ -51,7 +52,8 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_
 JITFunction.run = compile_only
 
 
-launch.early = convolution_launch.early = mamba2_launch.early = lambda device: {"launch_pdl": True}
+for module in (launch, convolution_launch, mamba2_launch, norm_gate_launch, rwkv7_launch, rwkv7_step_launch):
+    module.early = lambda device: {"launch_pdl": True}
 
 
 def learned(*shape):
@@ -74,9 +76,14 @@ for tokens, heads in [*product((1, 3), (1, 2))][:: 3 if step > 1 else 1]:
             token_shift_launch.shifted(*given, tanh=hidden is not None)
     for weight in (None, learned(64), learned(heads, 64)):
         bias = None if weight is None else learned(*weight.shape)
-        given = (learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias)
-        backward(launch.NormGate.apply(*given, 1e-5, True, None))
-        backward(launch.NormGateLinear.apply(*given, learned(5, 64 * heads), 1e-5, True, None))
+        x, share = learned(tokens, heads, 64), torch.zeros(tokens, heads, requires_grad=True)
+        for then, activation, more in ((None, "silu", (None, None)), (learned(5, 64 * heads), "identity", (share, x))):
+            kind = norm_gate_launch.Norm(1e-5, True, activation)
+            backward(norm_gate_launch.NormGate.apply(x, x, weight, bias, *more, then, kind, None))
+    for mixed in (False, True):
+        x, H = learned(tokens, heads, 64), learned(heads, 64)
+        given = (*[x] * 4, *[H] * 5, *([x, x, x, H] if mixed else [None] * 4))
+        backward(*rwkv7_launch.Inputs.apply(None, *given))
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.ReluSquared.apply(learned(tokens, 70)))
@@ -141,6 +148,12 @@ for rows, size in ((1, 512), (9, 70)):
         pool = torch.zeros(rows, heads, channels, channels)
         for low, up in ((None, None), (zeros(rows, 5), zeros(5, heads * channels))):
             few_rows_launch.rwkv_step(*[tokens] * 4, head, head, low, up, pool, slots, norm, norm, 1e-5)
+        for mixed in (True, False):
+            given = rwkv7_launch.Given(*[tokens] * 4, *[head] * 5, *([*[tokens] * 3, head] if mixed else [None] * 4))
+            rwkv7_step_launch.rwkv7_step(given, tokens, tokens, norm, norm, 1e-5, pool, slots)
+    for ranks in ((5, 8), (8, 8, 32, 64)):
+        downs, ups = ([zeros(*shape) for shape in shapes] for shapes in ([(size, M) for M in ranks], [(M, size) for M in ranks]))
+        rwkv7_step_launch.low_rank_maps([x] * len(ranks), downs, ups, ["tanh", *[None] * (len(ranks) - 1)])
 for x in (zeros(2, 10000), zeros(2, 10000).double()):
     tables, places = SlotTables(2, 10000, x.device), torch.zeros(1000, dtype=torch.int64)
     tables.seen = torch.zeros(2, 10000, dtype=torch.int32)
@@ -165,11 +178,11 @@ def printed(script, *arguments):
 @pytest.mark.timeout(900)  # 80 s alone
 @pytest.mark.parametrize("step", [5, *slow(1)])
 def test_every_fused_kernel_compiles_for_any_number_of_tokens(step):
-    names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "shift", "time_steps")
+    names = ["decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "rwkv7_inputs", "shift", "time_steps"]
     both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
-    decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
+    decoding = {"low_rank", "low_rank_products", "rwkv7_step", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "product", "score", "sum_of_parts", *decoding}
     assert set(printed(COMPILE, str(step))) == {f"penstock_{name}" for name in both | others}
 

@@ -243,7 +243,8 @@ def test_what_a_strong_decay_leaves_is_exact(log):
 def launched(monkeypatch, ran):
     """The function ``ran``, with the forms of decode steps alone, while linear maps do not take the native kernel."""
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    names = ("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step", "convolution_in_place")
+    names = {"products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step", "convolution_in_place"}
+    names |= {"low_rank_products", "rwkv7_step"}
     return lambda: {name: count for name, count in ran().items() if name in names}
 
 
@@ -272,6 +273,8 @@ def test_decode_steps_of_models(name, dtype, request):
         expected |= {"rwkv_step"}
     if name == "rwkv6":
         expected |= {"low_rank", "low_rank_decay"}
+    if name == "rwkv7":
+        expected |= {"rwkv7_step"} | ({"low_rank_products"} if dtype == torch.float16 else set())
     if any(isinstance(one, convolution.ShortConvolution) for one in model.modules()):
         expected |= {"convolution_in_place"}
     assert names().keys() == expected

@@ -10,13 +10,15 @@ from formulas import error
 from sampling import slow
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decays, fused, token_shift
+from penstock.layers import convolution, decays, fused, norm_gate, rwkv7_chains, token_shift
 from penstock.layers.norms import RMSNorm
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+norm_gate_launch = pytest.importorskip("penstock.layers.triton.norm_gate_launch")
+rwkv7_launch = pytest.importorskip("penstock.layers.triton.rwkv7_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
@@ -55,7 +57,7 @@ def sequences(packed):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("count", "rank", "complement"),
-    [(1, 0, False), (2, 0, True), (4, 0, False), (4, 0, True), (5, 4, False), (5, 32, False), (1, 16, False)],
+    [(1, 0, False), (2, 0, True), (4, 0, False), (6, 0, True), (5, 4, False), (5, 32, False), (1, 16, False)],
 )
 def test_token_shift(count, rank, complement, packed, dtype, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", 4)  # several blocks of tokens a program
@@ -126,16 +128,54 @@ def test_token_shift_is_the_loop_over_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
-def test_norm_gate(heads, size, centre, affine, dtype):
+@pytest.mark.parametrize(
+    ("heads", "size", "centre", "affine", "activation", "added"),
+    [
+        (3, 64, True, 2, "silu", False),
+        (2, 40, True, 2, "identity", True),
+        (2, 96, False, 1, "sigmoid", False),
+        (1, 32, False, 0, "silu", True),
+    ],
+)
+def test_norm_gate(heads, size, centre, affine, activation, added, dtype):
     x, gate = normal(70, heads, size, dtype=dtype) + 0.5, normal(70, heads, size, dtype=dtype, seed=3)
     shape = (heads, size) if centre else (size,)
     weight = normal(*shape, dtype=dtype) if affine else None
     bias = normal(*shape, dtype=dtype, seed=9) if affine == 2 else None
-    formula = partial(fused.norm_gate_formula, eps=1e-4, centre=centre)
-    hold(lambda *given: launch.NormGate.apply(*given, 1e-4, centre, formula), formula, (x, gate, weight, bias), dtype=dtype)
-    after = normal(11, heads * size, dtype=dtype) / 8
-    hold(lambda *given: launch.NormGateLinear.apply(*given, 1e-4, centre, formula), formula, (x, gate, weight, bias, after), dtype=dtype)
+    share, values = (normal(70, heads), normal(*x.shape, dtype=dtype, seed=4)) if added else (None, None)
+    formula = partial(norm_gate.norm_gate_formula, eps=1e-4, centre=centre, activation=activation)
+    kind, given = norm_gate_launch.Norm(1e-4, centre, activation), (x, gate, weight, bias, share, values)
+    for after in (None, normal(11, heads * size, dtype=dtype) / 8):
+        hold(lambda *given: norm_gate_launch.NormGate.apply(*given, kind, formula), formula, (*given, after), dtype=dtype)
+
+
+def rwkv7_inputs(heads, size, mixed, dtype=torch.float32, tokens=70):
+    """The tensors of ``inputs_formula``."""
+    x = [normal(tokens, heads, size, dtype=dtype, seed=n) for n in range(7 if mixed else 4)]
+    learned = [normal(heads, size, dtype=dtype, seed=n) for n in range(10, 16)]
+    return [*x[:4], *learned[:5], *(x[4:] or [None] * 3), learned[5] if mixed else None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "size", "mixed"), [(3, 64, True), (2, 40, True), (1, 128, False), (2, 8, False)])
+def test_rwkv7_inputs(heads, size, mixed, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PROGRAMS", 4)  # several blocks of tokens a program
+    formula = rwkv7_chains.inputs_formula
+    given = rwkv7_inputs(heads, size, mixed, dtype)
+    if dtype == torch.float32:
+        given[1][:3] = 0  # below the least norm, which is constant
+        given[1][3:6] *= 2.0**-30
+    hold(lambda *given: rwkv7_launch.Inputs.apply(formula, *given), formula, given, dtype=dtype)
+
+
+def test_second_derivatives_of_rwkv7_inputs():
+    inputs, results = [x.requires_grad_() for x in rwkv7_inputs(2, 8, True, tokens=5)], []
+    formula = rwkv7_chains.inputs_formula
+    for found in (rwkv7_launch.Inputs.apply(formula, *inputs), formula(*inputs)):
+        first = torch.autograd.grad(sum(y.sin().sum() for y in found), inputs, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
+    for one, exact in zip(*results):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -353,10 +393,10 @@ def test_second_derivatives_go_through_the_formula():
 @pytest.mark.parametrize("tokens", [4, 0])
 def test_second_derivatives_of_norms_gates_and_maps(tokens):
     x, gate, weight, after = (normal(*shape).requires_grad_() for shape in ((tokens, 2, 8), (tokens, 2, 8), (8,), (5, 16)))
-    formula, results = partial(fused.norm_gate_formula, eps=1e-3, centre=False), []
+    formula, results = partial(norm_gate.norm_gate_formula, eps=1e-3, centre=False), []
     inputs = (x, gate, weight, after)
-    kernel = launch.NormGateLinear.apply(x, gate, weight, None, after, 1e-3, False, formula)
-    for y in (kernel, formula(x, gate, weight, None, after)):
+    kernel = norm_gate_launch.NormGate.apply(x, gate, weight, *[None] * 3, after, norm_gate_launch.Norm(1e-3, False, "silu"), formula)
+    for y in (kernel, formula(x, gate, weight, *[None] * 3, after)):
         first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
     for one, exact in zip(*results):

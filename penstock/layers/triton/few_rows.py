@@ -253,7 +253,7 @@ def penstock_shifted_norm(
     pool, slots,  # [P,C], row stride ``p_n``; [N]
     starts, ends,  # [R] int32; [N+1] int64
     normed, before,  # [R,C]
-    mu0, mu1, mu2, mu3, mu4,  # [C]
+    mu0, mu1, mu2, mu3, mu4, mu5,  # [C]
     shifted,  # [COUNT,R,C]
     R, C, p_n, eps,
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, COUNT: tl.constexpr,
@@ -280,6 +280,7 @@ def penstock_shifted_norm(
     m2 = tl.load(mu2 + c, here, other=0.0) if COUNT > 2 else m0
     m3 = tl.load(mu3 + c, here, other=0.0) if COUNT > 3 else m0
     m4 = tl.load(mu4 + c, here, other=0.0) if COUNT > 4 else m0
+    m5 = tl.load(mu5 + c, here, other=0.0) if COUNT > 5 else m0
     begin(PDL)
     slot = r
     first = slot >= 0
@@ -304,7 +305,7 @@ def penstock_shifted_norm(
         tl.store(normed + r * C + c, rounded, here)
         tl.store(before + r * C + c, last, here)
     for i in tl.static_range(COUNT):
-        factor = (m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4).to(tl.float32)
+        factor = (m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4 if i == 4 else m5).to(tl.float32)
         if COMPLEMENT:
             mixed = interpolated(last, rounded, factor)
         else:

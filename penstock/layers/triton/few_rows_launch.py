@@ -20,7 +20,9 @@ from . import few_rows, launch, product, step
 from .rows import write_rows
 
 PARTS = 5
-"""The most linear maps, or interpolations, of one launch."""
+"""The most linear maps, or interpolations with a low-rank part, of one launch."""
+SHIFTS = 6
+"""The most interpolations of ``shifted_norm``."""
 ROWS = 32
 """The most tokens for which the kernel of one linear map is faster than cuBLAS, whatever the size of the map."""
 LONG = 4096
@@ -229,7 +231,7 @@ def shifted_norm(
     if x.numel():
         on_device_of(x, few_rows.penstock_shifted_norm)[(R,)](
             x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, starts, ends,
-            normed, before, *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre,
+            normed, before, *mu, *mu[:1] * (SHIFTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre,
             BIAS=bias is not None, SLOTS=slots is not None, SINGLE=spans is None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept,
             BC=power(C, 16), PDL=bool(pdl), num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
         )  # fmt: skip

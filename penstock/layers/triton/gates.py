@@ -1,47 +1,20 @@
-"""Kernels of gates, norms and decays: element-wise, or over the channels of one head."""
+"""Kernels of activations, decays, and norms of tokens."""
 
 import triton
 import triton.language as tl
 
-from .few_rows import begin, summed_norm
+from .few_rows import summed_norm
 from .token_shift import tanh
 
 SIGMOID = tl.constexpr(0)
 SILU = tl.constexpr(1)
 TANH = tl.constexpr(2)
 ELU_PLUS_ONE = tl.constexpr(3)
+IDENTITY = tl.constexpr(4)
 
 
 @triton.jit
-def penstock_norm_gate_fwd(
-    x,  # [R,H,V]
-    gate,  # [R,H,V]
-    weight, bias,  # [H,V], or with ``h_step`` = 0 [V]
-    y,  # [R,H,V]
-    R, H, V, h_step, eps,
-    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else an RMS norm.
-
-    Reads x, gate [R,H,V], weight, bias [H,V] or [V]. Writes y [R,H,V]. Program (BR tokens, head).
-    """
-    h = tl.program_id(1)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    v = tl.arange(0, BV)
-    here = (r < R)[:, None] & (v < V)[None, :]
-    at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
-    begin(PDL)
-    normed, _ = _normed(x, at, here, v, V, eps, CENTRE)
-    if AFFINE:
-        normed *= tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)[None, :]
-    if BIAS:
-        normed += tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)[None, :]
-    z = tl.load(gate + at, here, other=0.0).to(tl.float32)
-    tl.store(y + at, (normed * z * tl.sigmoid(z)).to(y.dtype.element_ty), here)
-
-
-@triton.jit
-def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
+def normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
     """The normed rows, and the reciprocal of their deviation [BR,1]."""
     values = tl.load(x + at, here, other=0.0).to(tl.float32)
     if CENTRE:
@@ -52,8 +25,8 @@ def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
 
 
 @triton.jit
-def _normed_back(d, normed, scale, V, CENTRE: tl.constexpr):
-    """The gradient of the input of ``_normed`` from d [BR,BV], the gradient of its result."""
+def normed_back(d, normed, scale, V, CENTRE: tl.constexpr):
+    """The gradient of the input of ``normed`` from d [BR,BV], the gradient of its result."""
     back = d - normed * (tl.sum(d * normed, 1)[:, None] / V)
     if CENTRE:
         back -= tl.sum(d, 1)[:, None] / V
@@ -108,11 +81,11 @@ def penstock_add_norm_bwd(
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         d = tl.load(d_normed + at, here, other=0.0).to(tl.float32)
         residual = tl.load(d_total + at, here, other=0.0) if ADD else 0.0  # in flight before the first sum, as the other loads
-        normed, scale = _normed(total, at, here, c, C, eps, CENTRE)
-        dw += d * normed
+        rows, scale = normed(total, at, here, c, C, eps, CENTRE)
+        dw += d * rows
         if BIAS:
             db += d
-        back = _normed_back(d * w[None, :], normed, scale, C, CENTRE)
+        back = normed_back(d * w[None, :], rows, scale, C, CENTRE)
         if ADD:
             back += residual.to(tl.float32)
         tl.store(dx + at, back.to(dx.dtype.element_ty), here)
@@ -120,56 +93,6 @@ def penstock_add_norm_bwd(
     tl.store(dweight + to, tl.sum(dw, 0), c < C)
     if BIAS:
         tl.store(dbias + to, tl.sum(db, 0), c < C)
-
-
-@triton.jit
-def penstock_norm_gate_bwd(
-    x, gate, weight, bias,
-    dy,  # [R,H,V]
-    dx, dgate,  # [R,H,V]
-    dweight, dbias,  # [programs,H,V] float32, sums over the tokens of a program
-    y,  # [R,H,V]
-    R, H, V, h_step, eps, each,
-    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """dx = norm'(x) (dy silu(gate)), dgate = dy norm(x) silu'(gate). AGAIN: y = norm(x) silu(gate) is stored, too.
-
-    Reads x, gate, dy [R,H,V], weight, bias [H,V] or [V]. Writes dx, dgate, y [R,H,V], dweight, dbias [programs,H,V]. A program has ``each``
-    blocks of BR tokens of one head.
-    """
-    p, h = tl.program_id(0), tl.program_id(1)
-    v = tl.arange(0, BV)
-    w = tl.full([BV], 1.0, tl.float32)
-    b = tl.zeros([BV], tl.float32)
-    if AFFINE:
-        w = tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)
-    if BIAS:
-        b = tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)
-    dw = tl.zeros([BR, BV], tl.float32)  # reduced over rows after the loop: no barriers inside
-    db = tl.zeros([BR, BV], tl.float32)
-    for block in range(each):
-        r = (p * each + block) * BR + tl.arange(0, BR)
-        here = (r < R)[:, None] & (v < V)[None, :]
-        at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
-        z = tl.load(gate + at, here, other=0.0).to(tl.float32)  # all loads are in flight before the first sum
-        d = tl.load(dy + at, here, other=0.0).to(tl.float32)
-        normed, scale = _normed(x, at, here, v, V, eps, CENTRE)
-        share = tl.sigmoid(z)
-        scaled = normed * w[None, :] + b[None, :]
-        if AGAIN:
-            tl.store(y + at, (scaled * z * share).to(y.dtype.element_ty), here)
-        tl.store(dgate + at, (d * scaled * share * (1 + z * (1 - share))).to(dgate.dtype.element_ty), here)
-        d *= z * share
-        dw += d * normed
-        if BIAS:
-            db += d
-        back = _normed_back(d * w[None, :], normed, scale, V, CENTRE)
-        tl.store(dx + at, back.to(dx.dtype.element_ty), here)
-    to = (p * H + h).to(tl.int64) * V + v
-    if AFFINE:
-        tl.store(dweight + to, tl.sum(dw, 0), v < V)
-    if BIAS:
-        tl.store(dbias + to, tl.sum(db, 0), v < V)
 
 
 @triton.jit

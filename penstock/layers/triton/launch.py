@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,102 +98,6 @@ def first_tokens(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def precision(x: Tensor) -> str:
     """The precision of float32 products of x."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-class Norm(NamedTuple):
-    """The kind of a norm of heads."""
-
-    eps: float
-    centre: bool
-    """True: layer norm. False: RMS norm."""
-
-    def constants(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, elements: int) -> dict[str, Any]:
-        """Constants of a kernel for this number of elements per block."""
-        BV = power(x.shape[2], 16)
-        return {"CENTRE": self.centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, elements // BV), "BV": BV}
-
-
-def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
-    (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias, 4096)
-    if x.numel():
-        pdl = early(x.device)
-        on_device_of(x, gates.penstock_norm_gate_fwd)[blocks(R, constants["BR"]), H](
-            x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, _step(weight), norm.eps,
-            **constants, PDL=bool(pdl), num_warps=4, **pdl,
-        )  # fmt: skip
-    return y
-
-
-def _step(weight: Tensor | None) -> int:
-    """The stride of the weights between heads. 0: all heads share them."""
-    return 0 if weight is None or weight.dim() == 1 else weight.shape[1]
-
-
-def _norm_gate_backward(
-    x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dy: Tensor, *, again: bool
-) -> tuple[Tensors, Tensor]:
-    """Gradients of the tensors and, with ``again``, the result of ``_norm_gate``."""
-    (R, H, V), constants = x.shape, norm.constants(x, weight, bias, 2048)
-    programs, each = shares(blocks(R, constants["BR"]), H)
-    dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
-    dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
-    if x.numel():
-        on_device_of(x, gates.penstock_norm_gate_bwd)[programs, H](
-            x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
-            x if dweight is None else dweight, x if dbias is None else dbias, y, R, H, V, _step(weight), norm.eps, each,
-            **constants, AGAIN=again, num_warps=4, **limit(x, 128),
-        )  # fmt: skip
-
-    def of_heads(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
-        return None if parts is None or like is None else summed(parts.sum(1) if like.dim() == 1 else parts, like)
-
-    return (dx, dgate, of_heads(dweight, weight), of_heads(dbias, bias)), y
-
-
-class NormGate(torch.autograd.Function):
-    """x and gate [R,H,V], weight and bias [H,V] or [V] or None: norm(x) silu(gate) [R,H,V]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, formula: Formula
-    ) -> Tensor:
-        """The result."""
-        ctx.save_for_backward(x, gate, weight, bias)
-        ctx.norm, ctx.formula = Norm(eps, centre), formula
-        return _norm_gate(x, gate, weight, bias, ctx.norm)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensors:
-        """Gradients of all arguments."""
-        x, gate, weight, bias = tensors = ctx.saved_tensors
-        if by_torch(dy):
-            return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
-        grads, _ = _norm_gate_backward(x, gate, weight, bias, ctx.norm, dy, again=False)
-        return *grads, None, None, None
-
-
-class NormGateLinear(torch.autograd.Function):
-    """The same, then a linear map of all heads: [R,C]. Its input is recomputed in the backward pass, not saved."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, then: Tensor, eps: float, centre: bool,
-        formula: Formula,
-    ) -> Tensor:  # fmt: skip
-        """The result."""
-        ctx.save_for_backward(x, gate, weight, bias, then)
-        ctx.norm, ctx.formula = Norm(eps, centre), formula
-        return _norm_gate(x, gate, weight, bias, ctx.norm).flatten(1) @ then.T
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensors:
-        """Gradients of all arguments."""
-        x, gate, weight, bias, then = tensors = ctx.saved_tensors
-        if by_torch(dy):
-            return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
-        again = ctx.needs_input_grad[4]
-        grads, y = _norm_gate_backward(x, gate, weight, bias, ctx.norm, (dy @ then).view(x.shape), again=again)
-        return *grads, dy.T @ y.flatten(1) if again else None, None, None, None
 
 
 def pointwise(x: Tensor, activation: str) -> Tensor:

@@ -57,7 +57,7 @@ def penstock_shift_fwd(
     last,  # [sequences,C], or with SLOTS a pool [P,C]
     starts,  # [R]
     slots,  # [sequences], rows of the pool; negative ones are skipped
-    m0, m1, m2, m3, m4,  # [C] each; only N of them are read
+    m0, m1, m2, m3, m4, m5,  # [C] each; only N of them are read
     hidden,  # [R,N,M]; with TANH, before tanh
     up,  # [N,M,C]
     y,  # [N,R,C]
@@ -76,7 +76,7 @@ def penstock_shift_fwd(
     here = (r < R)[:, None] & (c < C)[None, :]
     to = r.to(tl.int64)[:, None] * C + c[None, :]
     for i in tl.static_range(N):
-        mu = m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4
+        mu = m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4 if i == 4 else m5
         m = _factor(mu, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, TANH)
         tl.store(y + tl.cast(R, tl.int64) * C * i + to, (now + (before - now) * m).to(y.dtype.element_ty), here)
 
@@ -105,7 +105,7 @@ def _steps(x, last, starts, r, c, R, C, AMD: tl.constexpr):
 @triton.jit
 def penstock_shift_bwd(
     x, last, starts, mu,
-    dy0, dy1, dy2, dy3, dy4,  # [R,C] each; only N of them are read
+    dy0, dy1, dy2, dy3, dy4, dy5,  # [R,C] each; only N of them are read
     further,  # [R,C], with ADD: a further gradient of x
     dx,  # [R,C]
     dmu,  # [programs,N,C] float32, sums over the tokens of a program
@@ -131,7 +131,7 @@ def penstock_shift_bwd(
         to = r.to(tl.int64)[:, None] * C + c[None, :]
         now, after = (), ()
         for i in tl.static_range(N):  # all loads are in flight before the first use
-            dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4
+            dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4 if i == 4 else dy5
             now += (tl.load(dy + to, here, other=0.0),)
             after += (tl.load(dy + to + C, follows, other=0.0),)
         back = tl.zeros([BR, BC], tl.float32)

@@ -13,6 +13,11 @@ from ...gpu.target import Target, power
 from . import token_shift
 from .launch import Formula, Tensors, blocks, by_formula, by_torch, first_tokens, limit, precision, shares, summed
 
+FACTORS = 6
+"""The most factors."""
+LOW_RANK_FACTORS = 5
+"""The most factors with a low-rank part."""
+
 
 def shifted(
     x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
@@ -24,7 +29,7 @@ def shifted(
     BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
     if y.numel():
         on_device_of(x, token_shift.penstock_shift_fwd)[blocks(R, BR), blocks(C, BC)](
-            x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
+            x, last, starts, starts if slots is None else slots, *factors, *[x] * (FACTORS - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
             SLOTS=slots is not None, TANH=tanh, COMPLEMENT=complement, num_warps=warps,
         )  # fmt: skip
@@ -68,7 +73,7 @@ class TokenShift(torch.autograd.Function):
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
         if x.numel():
             on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
-                x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
+                x, last, starts, mu, *dy, *[x] * (FACTORS - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
                 N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, AMD=Target.of(x.device).amd, num_warps=4,
             )  # fmt: skip
         return dx, d_last, None, summed(dmu, mu), None, None, None, None, None
@@ -94,7 +99,7 @@ def _low_rank_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, mu, hidden and up. Each kernel recomputes dm = dy (p - x): storing it would cost one write and two reads."""
     (R, C), (N, M, _) = x.shape, up.shape
-    given = [*dy, *[x] * (5 - N)]
+    given = [*dy, *[x] * (LOW_RANK_FACTORS - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
     half, BR, BC, amd = x.element_size() == 2, 64, 64, Target.of(x.device).amd
     options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one stage takes 1.1 to 1.4 times as long
