@@ -21,6 +21,7 @@ from .bench_serve import bench_serve
 from .check import check
 from .convert import convert
 from .demo import demo
+from .doctor import doctor
 from .eval import evaluate
 from .generate import generate
 from .profile import profile
@@ -100,6 +101,7 @@ def options(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "check": check,
+    "doctor": doctor,
     "bench": bench,
     "profile": profile,
     "tune": tune,

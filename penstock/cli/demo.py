@@ -21,7 +21,7 @@ from ..bench.record import Record
 from ..bench.report import duration
 from ..demo.serve import ask
 from ..demo.text import python_topics
-from ..demo.train import PROMPT, WEIGHTS, train
+from ..demo.train import DEFAULT, PROMPT, check_architecture, train, weights_name
 from ..errors import Complaints, MissingExtra
 from ..tokens.shape import Shape
 from ..verify.inputs import inputs
@@ -48,6 +48,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Use tiny shapes and one second of training, to test that everything runs.")
     ] = False,
+    model: Annotated[str, typer.Option(help="The architecture that is trained: rwkv6 or rwkv7.")] = DEFAULT,
     threads: Threads = None,
 ) -> None:
     """Run checks, compare speed with the token loop, train a model from scratch and serve it for a moment, in about three minutes.
@@ -59,11 +60,15 @@ def demo(
       penstock demo
 
       penstock demo --folder /tmp/demo --seconds 30
+
+      penstock demo --model rwkv7
     """
     complaints = Complaints("demo")
     check_seconds(complaints, seconds)
     complaints.raise_any()
-    check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, CURVE, WEIGHTS)))
+    check_architecture("demo", model)
+    weights = weights_name(model)
+    check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, CURVE, weights)))
     python_topics()  # raises before any work if the training text is missing
     console, machine = Console(), use_cores(context, threads)
     console.rule("1. Correctness on this machine", align="left")
@@ -74,18 +79,18 @@ def demo(
     written = _speed(console, folder, quick, machine)
     console.print()
     console.rule("3. Training", align="left")
-    written += _train(console, folder, 1.0 if quick else seconds, machine)
+    written += _train(console, folder, 1.0 if quick else seconds, machine, model)
     console.print()
     console.rule("4. Serving", align="left")
-    _serve(console, folder / WEIGHTS)
+    _serve(console, folder / weights)
     console.print()
     console.rule("Files", align="left")
     width = max(len(str(path)) for path, _ in written)
     for path, content in written:
         console.print(f"  {path!s:<{width}}  {content}", markup=False, highlight=False, soft_wrap=True)
     console.print("\nNext commands")
-    serve = f"penstock serve --model {folder / WEIGHTS}"
-    generate = f'penstock generate --model {folder / WEIGHTS} --prompt "The "'
+    serve = f"penstock serve --model {folder / weights}"
+    generate = f'penstock generate --model {folder / weights} --prompt "The "'
     for command in (generate, serve, "penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 
@@ -154,20 +159,21 @@ def print_models(console: Console, models: list[Measurement]) -> None:
     console.print(table)
 
 
-def _train(console: Console, folder: Path, seconds: float, machine: Machine) -> list[tuple[Path, str]]:
+def _train(console: Console, folder: Path, seconds: float, machine: Machine, architecture: str) -> list[tuple[Path, str]]:
     """Train, and add the losses to the numbers that part 2 wrote."""
-    trained = train(folder=folder, seconds=seconds, console=console, seed=0)
+    trained = train(folder=folder, seconds=seconds, console=console, seed=0, architecture=architecture)
     console.print(f"{trained.parameters:,} parameters, {trained.tokens:,} tokens in {trained.seconds:.0f} s")
     console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. A sample:\n")
     console.print(trained.sample, markup=False, highlight=False)
     found = {name: getattr(trained, name) for name in ("parameters", "tokens", "seconds", "loss_before", "loss_after")}
     numbers, picture = folder / NUMBERS, folder / CURVE
-    content = json.loads(numbers.read_text("utf-8")) | {"training": found | {"curve": [point._asdict() for point in trained.curve]}}
+    of_training = {"model": architecture} | found | {"curve": [point._asdict() for point in trained.curve]}
+    content = json.loads(numbers.read_text("utf-8")) | {"training": of_training}
     numbers.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     written = [(trained.weights, "the trained model")]
     try:
         times, losses = [point.seconds for point in trained.curve], [point.loss for point in trained.curve]
-        title = f"RWKV-6 of {trained.parameters:,} parameters, on bytes"
+        title = f"{architecture} of {trained.parameters:,} parameters, on bytes"
         place = f"{machine.device_name('cpu')}; penstock {machine.penstock}, torch {machine.torch}"
         plot_losses(times, losses, (trained.loss_before, trained.loss_after), picture, title, place)
         written.append((picture, "losses against time"))

@@ -1,4 +1,4 @@
-"""``penstock eval``: associative recall of a newly trained model, and perplexity of a checkpoint."""
+"""``penstock eval``: synthetic tasks that a new model learns, and perplexity of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from ..errors import Complaints, RangeError
 from ..files import read_text
 from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
-from ..training.mqar import Point, Recall, learn, model_config
+from ..training.mqar import Recall
+from ..training.reversal import Reversal
 from ..training.scoring import perplexity
 from ..training.settings import ARCHITECTURES
+from ..training.synthetic import Point, Task, learn, model_config
 from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, check_seconds, check_seed, use_cores
 from .outputs import check_outputs
 
-TASKS = ("mqar", "perplexity")
+_LEARNING = ("architecture", "hidden_size", "num_layers", "seconds", "enough", "seed")
 OF_TASK = {
-    "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "num_layers", "seconds", "enough", "seed"),
+    "mqar": ("pairs", "length", "vocab_size", *_LEARNING),
+    "reversal": ("digits", *_LEARNING),
     "perplexity": ("model", "text", "window", "tokenizer", "dtype", "download"),
 }
-"""Options of one task only."""
+"""The options of each task that others may not have."""
 
 
 def evaluate(
     context: typer.Context,
-    task: Annotated[str, typer.Option(help="mqar: train a small model to recall pairs. perplexity: loss of a checkpoint on a text.")],
+    task: Annotated[
+        str, typer.Option(help="mqar: a new model learns recall of pairs. reversal: that of digits. perplexity: loss of a checkpoint.")
+    ],
     model: Annotated[Path | None, typer.Option(metavar="PATH", help="perplexity: checkpoint, a file or a folder.")] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="perplexity: text in UTF-8.")] = None,
     window: Annotated[int, typer.Option(help="perplexity: tokens of a window; the state is carried on.", min=1)] = 2048,
@@ -40,33 +45,37 @@ def evaluate(
         Path | None, typer.Option(metavar="PATH", help="perplexity: a tokenizer.json. Default: found with the model.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="perplexity: dtype of the weights.")] = "float32",
-    architecture: Annotated[str, typer.Option(help="mqar: a name of penstock.models.")] = "gla",
+    architecture: Annotated[str, typer.Option(help="mqar, reversal: a name of penstock.models.")] = "gla",
     pairs: Annotated[int, typer.Option(help="mqar: pairs, and queries.")] = 8,
     length: Annotated[int, typer.Option(help="mqar: tokens of a sequence.")] = 64,
     vocab_size: Annotated[int, typer.Option(help="mqar: keys and values.")] = 8192,
-    hidden_size: Annotated[int, typer.Option(help="mqar: size of the model.", min=16)] = 128,
-    num_layers: Annotated[int, typer.Option(help="mqar: layers of the model.", min=1)] = 2,
-    seconds: Annotated[float, typer.Option(help="mqar: training time.")] = 300.0,
-    enough: Annotated[float, typer.Option(help="mqar: end the training at this accuracy.", min=0.0, max=1.0)] = 0.99,
-    seed: Annotated[int, typer.Option(help="mqar: seed of the model and of the sequences.")] = 0,
+    digits: Annotated[int, typer.Option(help="reversal: the most digits of a number.")] = 16,
+    hidden_size: Annotated[int, typer.Option(help="mqar, reversal: size of the model.", min=16)] = 128,
+    num_layers: Annotated[int, typer.Option(help="mqar, reversal: layers of the model.", min=1)] = 2,
+    seconds: Annotated[float, typer.Option(help="mqar, reversal: training time.")] = 300.0,
+    enough: Annotated[float, typer.Option(help="mqar, reversal: end the training at this accuracy.", min=0.0, max=1.0)] = 0.99,
+    seed: Annotated[int, typer.Option(help="mqar, reversal: seed of the model and of the sequences.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
     threads: Threads = None,
     download: Download = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to this file.")] = None,
 ) -> None:
-    """Evaluate a model: recall of pairs that it has just seen (mqar), or the loss of a text (perplexity).
+    """Evaluate a new model that learns recall of pairs (mqar) or reversal of digits (reversal), or a checkpoint by the loss of a text.
 
-    mqar is multi-query associative recall (arXiv 2312.04927). It trains a new model on random sequences.
+    mqar is multi-query associative recall (arXiv 2312.04927). Both tasks train a new model on random sequences until it is right often
+    enough or the time has passed.
 
     [bold]Examples[/bold]
 
       penstock eval --task mqar --architecture rwkv6 --pairs 8 --seconds 600
 
+      penstock eval --task reversal --architecture rwkv7 --digits 16
+
       penstock eval --task perplexity --model runs/small --text book.txt
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     complaints = Complaints("eval")
-    check_names(complaints, "task", [task], TASKS)
+    check_names(complaints, "task", [task], OF_TASK)
     _check_belonging(complaints, context, task)
     check_device(complaints, device)
     check_names(complaints, "dtype", [dtype], DTYPES)
@@ -81,10 +90,12 @@ def evaluate(
     content = read_text(text, "eval", "text") if text is not None else ""
     place = checkpoint("eval", "model", model, download) if model is not None else Path()
     machine = use_cores(context, threads, device)
-    if task == "mqar":
-        found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, num_layers, seconds, enough, seed, device)
-    else:
+    if task == "perplexity":
         found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device)}
+    else:
+        drawn: Recall | Reversal = Recall(pairs, length, vocab_size) if task == "mqar" else Reversal(digits)
+        drawn.check()
+        found = drawn._asdict() | _learned(architecture, drawn, hidden_size, num_layers, seconds, enough, seed, device)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         numbers = {"task": task, "device": device, **found, "machine": asdict(machine)}
@@ -92,33 +103,29 @@ def evaluate(
 
 
 def _check_belonging(complaints: Complaints, context: typer.Context, task: str) -> None:
-    """Check that no option of another task is given."""
-    for other, names in OF_TASK.items():
-        for name in names:
-            source = context.get_parameter_source(name)
-            if task in TASKS and other != task and source is not None and source.name == "COMMANDLINE":
-                complaints.add(RangeError, name, f"given for {other} only", f"--task {task}")
+    """Check that no option of other tasks is given."""
+    for name in dict.fromkeys(name for names in OF_TASK.values() for name in names):
+        source, tasks = context.get_parameter_source(name), [one for one, names in OF_TASK.items() if name in names]
+        if task in OF_TASK and task not in tasks and source is not None and source.name == "COMMANDLINE":
+            complaints.add(RangeError, name, f"given for {' and '.join(tasks)} only", f"--task {task}")
 
 
-def _recall(
-    architecture: str, recall: Recall, hidden_size: int, num_layers: int, seconds: float, enough: float, seed: int, device: str
+def _learned(
+    architecture: str, task: Task, hidden_size: int, num_layers: int, seconds: float, enough: float, seed: int, device: str
 ) -> dict[str, Any]:
-    recall.check()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CausalLM(model_config(architecture, recall, hidden_size, num_layers)).to(device)
+        model = CausalLM(model_config(architecture, task, hidden_size, num_layers)).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console = Console(highlight=False)
-    console.print(
-        f"{architecture}, {parameters:,} parameters; {recall.pairs} pairs, {recall.length} tokens, vocabulary {recall.vocab_size}"
-    )
+    console.print(f"{architecture}, {parameters:,} parameters; {task}")
 
     def report(point: Point) -> None:
-        console.print(f"{point.seconds:6.0f} s  {point.steps:7,} steps  {100 * point.accuracy:5.1f} % of the queries right")
+        console.print(f"{point.seconds:6.0f} s  {point.steps:7,} steps  {100 * point.accuracy:5.1f} % right")
 
-    points = learn(model, recall, seconds, seed, enough, report)
+    points = learn(model, task, seconds, seed, enough, report)
     sizes = {"architecture": architecture, "hidden_size": hidden_size, "num_layers": num_layers, "parameters": parameters, "seed": seed}
-    return {**sizes, **recall._asdict(), "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
+    return {**sizes, "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
 
 
 def _perplexity(model: Path, text: str, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:

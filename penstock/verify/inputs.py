@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..call.declaration import Signature
+from ..call.dispatch import Explanation
 from ..call.families import Registered, Trial, functions
+from ..explain import explain
 from ..tokens.dtypes import state_dtype
 from ..tokens.shape import Shape
 
@@ -75,6 +77,10 @@ class Inputs:
         """The public function with these tensors, by name."""
         public = {one.name: one.public for one in self.signature.arguments}
         return partial(self.family.functions[self.variant], **{public[name]: x for name, x in self.tensors.items()})
+
+    def explained(self) -> Explanation:
+        """Which implementation ``impl="auto"`` takes for this call."""
+        return explain(self.variant, **self._call.keywords)  # type: ignore[attr-defined]
 
     def run(self, impl: str) -> Tensor:
         """Call the variant's public function; return its output."""

@@ -30,7 +30,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "check", "bench", "profile", "tune", "train", "generate", "serve", "bench-serve", "eval", "convert", "demo"]
+    "command", ["", "check", "doctor", "bench", "profile", "tune", "train", "generate", "serve", "bench-serve", "eval", "convert", "demo"]
 )
 def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
     """Rich would drop text in square brackets as markup."""

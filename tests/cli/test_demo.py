@@ -19,7 +19,7 @@ from penstock.call.families import trials
 from penstock.cli import main
 from penstock.cli.demo import MODEL_ROWS, print_models
 from penstock.demo.serve import Answer
-from penstock.demo.train import Point
+from penstock.demo.train import DEFAULT, MODELS, Point
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.operators import FAMILY as SOFTMAX
@@ -93,11 +93,12 @@ def test_softmax_kernels_are_absent_without_a_gpu(monkeypatch, reason):
     assert {(one.reason, one.absent, one.failed) for one in found} == {(text, reason is not None, False) for text in wanted}
 
 
-def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float32):
+@pytest.mark.parametrize("model", list(MODELS))
+def test_demo_runs_through(model, tmp_path, monkeypatch, at_full_speed, check_in_float32):
     called = {}
 
-    def train(folder, seconds, console, seed):
-        called.update(folder=folder, seconds=seconds, seed=seed)
+    def train(folder, seconds, console, seed, architecture):
+        called.update(folder=folder, seconds=seconds, seed=seed, architecture=architecture)
         return SimpleNamespace(
             parameters=10,
             tokens=20,
@@ -113,13 +114,13 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(DEMO, "train", train)
     monkeypatch.setattr(DEMO, "ask", lambda weights, prompt: Answer("http://127.0.0.1:1", f"[{weights.name}]", 19, 7))
-    done = CliRunner().invoke(main, ["demo", "--quick"])
+    done = CliRunner().invoke(main, ["demo", "--quick", *([] if model == DEFAULT else ["--model", model])])
     assert done.exit_code == 0, done.output
-    assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0}
+    assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0, "architecture": model}
     assert "it says [this]" in done.output
     assert "5.500" in done.output
     assert "POST http://127.0.0.1:1/v1/completions: 19 tokens in, 7 out" in done.output
-    assert "The with statement [rwkv6-bytes.pth]" in done.output
+    assert f"The with statement [{model}-bytes.pth]" in done.output
     for name in ("numbers.json", "speed.png", "training.png"):
         assert (tmp_path / "penstock-demo" / name).exists()
         assert f"penstock-demo/{name}" in done.output
@@ -136,6 +137,13 @@ def test_training_time_must_be_finite_and_positive(tmp_path, monkeypatch, second
     done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path), "--seconds", seconds])
     assert done.exit_code == 2
     assert done.output == f"demo: seconds must be a finite number above 0, got {float(seconds)}.\n"
+
+
+def test_other_models_are_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(DEMO, "print_check", lambda *_: pytest.fail("work began"))
+    done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path), "--model", "gla"])
+    assert done.exit_code == 2
+    assert done.output == "demo: model must be one of rwkv6, rwkv7, got 'gla'.\n"
 
 
 def test_a_missing_training_text_is_found_before_any_work(tmp_path, monkeypatch):

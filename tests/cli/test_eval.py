@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import main
 from penstock.models import CausalLM, gla, save
-from penstock.training import mqar
+from penstock.training import synthetic
 
 SMALL = ["--pairs", "1", "--length", "6", "--vocab-size", "8", "--hidden-size", "16", "--num-layers", "1", "--seconds", "0.001"]
 
@@ -18,11 +18,11 @@ def run(*words):
 
 
 def test_recall_is_trained_and_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(mqar, "CHECKED", 8)
+    monkeypatch.setattr(synthetic, "CHECKED", 8)
     done = run("--task", "mqar", "--architecture", "rwkv6", *SMALL, "--device", "cpu", "--json", str(tmp_path / "deep" / "a.json"))
     assert done.exit_code == 0, done.output
     assert "rwkv6, " in done.output
-    assert "% of the queries right" in done.output
+    assert "% right" in done.output
     content = json.loads((tmp_path / "deep" / "a.json").read_text())
     assert content["curve"][-1]["accuracy"] == content["accuracy"]
     assert (content["task"], content["architecture"], content["pairs"], content["machine"]["torch"]) == (
@@ -31,6 +31,16 @@ def test_recall_is_trained_and_written(tmp_path, monkeypatch):
         1,
         torch.__version__,
     )
+
+
+def test_reversal_is_trained_and_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "CHECKED", 8)
+    words = ["--digits", "3", "--hidden-size", "16", "--num-layers", "1", "--seconds", "0.001", "--device", "cpu"]
+    done = run("--task", "reversal", "--architecture", "rwkv7", *words, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    assert "rwkv7, " in done.output
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert (content["task"], content["digits"], content["curve"][-1]["accuracy"]) == ("reversal", 3, content["accuracy"])
 
 
 def test_perplexity_is_printed_and_written(tmp_path):
@@ -50,12 +60,15 @@ def test_perplexity_is_printed_and_written(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "glue"], "eval: task must be one of mqar, perplexity, got 'glue'"),
+        (["--task", "glue"], "eval: task must be one of mqar, reversal, perplexity, got 'glue'"),
         (["--task", "perplexity"], "eval: model must be given for perplexity, got none. Add --model.\neval: text must be given for"),
         (["--task", "perplexity", "--model", "a"], "eval: text must be given for perplexity, got none. Add --text."),
         (["--task", "perplexity", "--model", "a", "--text", "nowhere"], "eval: text must be a text file in UTF-8, got 'nowhere'"),
         (["--task", "perplexity", "--model", "a", "--text", "b", "--pairs", "3"], "eval: pairs must be given for mqar only"),
         (["--task", "mqar", "--window", "3"], "eval: window must be given for perplexity only, got --task mqar"),
+        (["--task", "reversal", "--pairs", "3"], "eval: pairs must be given for mqar only, got --task reversal"),
+        (["--task", "perplexity", "--model", "a", "--text", "b", "--seed", "3"], "eval: seed must be given for mqar and reversal only"),
+        (["--task", "reversal", "--digits", "0"], "reversal: digits must be at least fewest = 1, got 0"),
         (["--task", "mqar", "--architecture", "lstm"], "eval: architecture must be one of delta_net, gated_deltanet, gla, "),
         (["--task", "mqar", "--pairs", "20"], "mqar: length must be an even number of at least 4 * pairs = 80, got 64"),
         (["--task", "mqar", "--seconds", "0"], "eval: seconds must be a finite number above 0"),

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import main
-from penstock.cli.demo import NUMBERS, PICTURE, WEIGHTS
+from penstock.cli.demo import NUMBERS, PICTURE
 from penstock.cli.outputs import Folder, check_outputs
+from penstock.demo.train import DEFAULT, weights_name
 
 WORK = {
     "bench": ["penstock.cli.bench.measure", "penstock.cli.bench.softmax.measure"],
@@ -29,6 +30,7 @@ FILES = {
     "tune gla --write": "--write",
     "tune gla --dry --write": "--write",
 }
+FILES_OF_DEMO = NUMBERS, PICTURE, weights_name(DEFAULT)
 FOLDERS = {"demo --folder": "--folder", "profile gla --output": "--output"}
 
 
@@ -102,7 +104,8 @@ def test_unwritable_folders_are_refused_before_any_work(refused, words, path, wh
 
 
 @pytest.mark.parametrize(
-    ("words", "name"), [*(("demo --folder", name) for name in (NUMBERS, PICTURE, WEIGHTS)), ("profile gla --output", "profile.png")]
+    ("words", "name"),
+    [*(("demo --folder", name) for name in FILES_OF_DEMO), ("profile gla --output", "profile.png")],
 )
 def test_folders_with_the_name_of_an_output_file_are_refused(refused, words, name):
     Path("out", name).mkdir(parents=True)

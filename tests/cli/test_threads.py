@@ -13,7 +13,7 @@ from penstock.cli.options import MAX_THREADS
 from penstock.models import CausalLM, gla, save
 from penstock.verify.machine import Machine, using_threads
 
-ELSEWHERE = {"tune": "on a GPU", "convert": "copies", "bench-serve": "in the server"}
+ELSEWHERE = {"doctor": "computes nothing", "tune": "on a GPU", "convert": "copies", "bench-serve": "in the server"}
 """Commands that compute nothing on a CPU."""
 WORK = {
     "check": (["check"], "penstock.cli.check.print_check"),

@@ -21,18 +21,23 @@ from penstock.verify.machine import using_threads
 TEXT = python_topics()[:30_000]
 
 
+@pytest.fixture(scope="module", params=list(training.MODELS))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def terminal() -> io.StringIO:
+def terminal(architecture: str) -> io.StringIO:
     return io.StringIO()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, terminal: io.StringIO) -> Trained:
+def trained(architecture: str, tmp_path_factory: pytest.TempPathFactory, terminal: io.StringIO) -> Trained:
     """Trained on the first part of the text only, because evaluation of the whole text takes long."""
     folder = tmp_path_factory.mktemp("trained") / "new" / "folder"
     with pytest.MonkeyPatch.context() as patch, using_threads(1):
         patch.setattr(training.text, "python_topics", lambda: TEXT)
-        return train(folder, seconds=2.0, console=Console(file=terminal, force_terminal=True, width=100), seed=3)
+        return train(folder, seconds=2.0, console=Console(file=terminal, force_terminal=True, width=100), seed=3, architecture=architecture)
 
 
 def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
@@ -45,11 +50,13 @@ def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
     assert trained.sample.startswith("The with statement ")
 
 
-def test_weights_are_saved_and_loaded(trained: Trained) -> None:
-    assert trained.weights.name == "rwkv6-bytes.pth"
-    assert "blocks.0.att.time_maa_w1" in torch.load(trained.weights, weights_only=True)
+def test_weights_are_saved_and_loaded(trained: Trained, architecture: str) -> None:
+    assert trained.weights.name == f"{architecture}-bytes.pth"
+    assert {"rwkv6": "blocks.0.att.time_maa_w1", "rwkv7": "blocks.0.att.x_r"}[architecture] in torch.load(
+        trained.weights, weights_only=True
+    )
     model = load(trained.weights)
-    assert model.config == training.CONFIG
+    assert model.config == training.MODELS[architecture]
     held_out = split(TEXT).held_out
     assert training.evaluate(model, held_out) == pytest.approx(trained.loss_after, rel=1e-5)
     assert training.sample(model, training.PROMPT, 300, seed=3)[:50] == trained.sample[:50]
@@ -73,7 +80,7 @@ def test_console_shows_loss_and_speed(trained: Trained, terminal: io.StringIO) -
 
 def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes = rwkv6(vocab_size=256, num_layers=1, hidden_size=32, intermediate_size=64, head_size=16, mix_rank=4, decay_rank=4)
-    monkeypatch.setattr(training, "CONFIG", sizes)
+    monkeypatch.setitem(training.MODELS, training.DEFAULT, sizes)
     monkeypatch.setattr(training.text, "python_topics", lambda: TEXT)  # evaluation of the whole text takes long
     torch.manual_seed(9)
     state = torch.get_rng_state()
@@ -84,12 +91,12 @@ def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: 
     assert one.loss_before != other.loss_before
 
 
-def test_only_matrices_have_weight_decay() -> None:
-    model = CausalLM(training.CONFIG)
+def test_only_matrices_have_weight_decay(architecture: str) -> None:
+    model = CausalLM(training.MODELS[architecture])
     decaying, others = training.optimizer_of(model).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     assert others["weight_decay"] == 0
-    matrices = {"embeddings", "head", "receptance", "key", "value", "gate", "output"}
+    matrices = {"embeddings", "head", "receptance", "key", "value", "output", *({"gate"} if architecture == "rwkv6" else ())}
     assert {names[id(p)].split(".")[-2] for p in decaying["params"]} == matrices
     assert len(decaying["params"]) + len(others["params"]) == len(names)
 
@@ -128,3 +135,8 @@ def test_a_python_without_the_text_raises(monkeypatch: pytest.MonkeyPatch) -> No
 def test_seconds_must_be_finite_and_positive(tmp_path: Path, seconds: float) -> None:
     with pytest.raises(RangeError, match="seconds must be a finite number above 0"):
         train(tmp_path, seconds=seconds)
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RangeError, match=r"train: model must be one of rwkv6, rwkv7, got 'lstm'"):
+        train(tmp_path, architecture="lstm")

@@ -6,9 +6,10 @@ import torch
 from penstock.models import CausalLM, gla, load, rwkv6
 from penstock.models.loss import linear_cross_entropy
 from penstock.models.streaming import stream
-from penstock.training.mqar import Recall, learn, model_config
+from penstock.training.mqar import Recall
 from penstock.training.scoring import score
 from penstock.training.settings import parse
+from penstock.training.synthetic import learn, model_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(900)]
 

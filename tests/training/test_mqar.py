@@ -1,19 +1,15 @@
-"""The data of multi-query associative recall, and models that learn it."""
+"""The data of multi-query associative recall."""
 
 import pytest
 import torch
 
 from penstock import RangeError
-from penstock.models import CausalLM
-from penstock.training import mqar
 from penstock.training.data import IGNORED
-from penstock.training.mqar import NEARNESS, Recall, draw, evaluate, learn, model_config
-from penstock.training.settings import ARCHITECTURES
-from penstock.verify.machine import using_threads
+from penstock.training.mqar import NEARNESS, Recall
 
 
 def drawn(recall, count, seed=0):
-    return draw(recall, count, torch.Generator().manual_seed(seed))
+    return recall.draw(count, torch.Generator().manual_seed(seed))
 
 
 def test_every_key_is_asked_once_and_answered_by_its_value():
@@ -46,36 +42,6 @@ def test_equal_seeds_give_equal_sequences():
     assert not torch.equal(one[0], other[0])
 
 
-def test_accuracy_counts_queries_only():
-    torch.manual_seed(0)
-    model = CausalLM(model_config("rwkv6", Recall(1, 4, 6), hidden_size=16, num_layers=1))
-    tokens, labels = drawn(Recall(1, 4, 6), 100)
-    best = model(tokens).logits.argmax(-1)
-    right = [best[n, t] == labels[n, t] for n, t in (labels != IGNORED).nonzero().tolist()]
-    assert evaluate(model, tokens, labels) == sum(right) / 100
-
-
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_every_architecture_takes_the_task(architecture, monkeypatch):
-    monkeypatch.setattr(mqar, "CHECKED", 8)
-    monkeypatch.setattr(mqar, "BATCH", {"cpu": 4})
-    recall = Recall(2, 10, 16)
-    model = CausalLM(model_config(architecture, recall, hidden_size=16, num_layers=2))
-    seen = []
-    points = learn(model, recall, seconds=1e-6, report=seen.append)
-    assert points == seen
-    assert points[-1].steps == 1
-
-
-@pytest.mark.slow
-def test_rwkv6_learns_two_pairs():
-    recall = Recall(2, 8, 8)
-    torch.manual_seed(0)
-    with using_threads(1):
-        points = learn(CausalLM(model_config("rwkv6", recall, hidden_size=32, num_layers=2)), recall, seconds=40, enough=0.9)
-    assert points[-1].accuracy >= 0.9
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -87,6 +53,6 @@ def test_rwkv6_learns_two_pairs():
 )
 def test_sizes_that_do_not_fit_raise(sizes, message):
     with pytest.raises(RangeError, match=message):
-        draw(Recall(**sizes), 1)
+        Recall(**sizes).draw(1)
     for pairs in (1, 8):
-        draw(Recall(pairs=pairs, length=4 * pairs, vocab_size=2 * pairs + 2), 2)  # the smallest sizes
+        Recall(pairs=pairs, length=4 * pairs, vocab_size=2 * pairs + 2).draw(2)  # the smallest sizes
