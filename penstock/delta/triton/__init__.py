@@ -91,12 +91,15 @@ def _recurrent_operands(dtype: torch.dtype, mode: Mode) -> int | None:
 
 
 def _chunkwise_forward(p: Delta) -> tuple[Tensor, Tensor]:
-    return forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p)
+    return forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p)[:2]
 
 
-def _chunkwise_forward_with_residuals(p: Delta) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
-    """There are no residuals. The kernels of the backward pass are compiled meanwhile."""
-    return (forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p, gradients=True)), ()
+def _chunkwise_forward_with_residuals(p: Delta) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The kernels of the backward pass are compiled meanwhile."""
+    if nothing(p):
+        return forward_of_nothing(p), ()
+    output, final_state, residuals = _launch().chunk_forward(p, keep=True)
+    return (output, final_state), residuals
 
 
 def _recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:
@@ -111,7 +114,7 @@ def _backward(p: Delta, upstream: Upstream) -> Gradients:
         found = dict(zip(names, gradients_of_nothing(p, d_final_state)))
         return Gradients(*(found.get(name) for name in Gradients._fields))
     state_alone = [name for name, need in zip(Gradients._fields, upstream.wanted) if need] == ["initial_state"]
-    return _launch().chunk_backward(p, d_output, d_final_state, state_alone)  # type: ignore[no-any-return]
+    return _launch().chunk_backward(p, d_output, d_final_state, state_alone, upstream.residuals)  # type: ignore[no-any-return]
 
 
 def _advance(p: Advance) -> Tensor:

@@ -118,6 +118,8 @@ class Forward(Call):
     """A forward pass over whole sequences."""
 
     p: Delta
+    keep: bool = False
+    """Whether residuals are kept for the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +132,8 @@ class Backward(Call):
     d_final_state: Tensor | None = None
     state_alone: bool = False
     """Whether only the gradient of the initial state is wanted. It depends on no state."""
+    kept: bool = False
+    """Whether the forward pass kept residuals."""
 
 
 def shared(p: DeltaTokens, target: Target) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -17,8 +18,10 @@ from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from . import plan
 from .forms import raw
+from .forms.channels_sm90 import KEPT
 
 Inputs = dict[str, Tensor | None]
+Residuals = tuple[Tensor, ...]
 
 
 def _tokens(p: DeltaTokens, **more: Tensor | None) -> Inputs:
@@ -68,18 +71,28 @@ def raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], i
     return raw_forward(p, wide), pull
 
 
-def chunk_forward(p: Delta, gradients: bool = False) -> tuple[Tensor, Tensor]:
-    """Output and final state, chunk by chunk. ``gradients``: if they will be wanted, their kernels are compiled meanwhile."""
-    later = partial(_backward_to_come, p) if gradients else None
-    found = launch.run("delta chunk forward", p, Target.of, lambda at: plan.chunk_forward_plan(p, at), _inputs(p), later=later)
-    return found["output"], found["final_state"]
+def chunk_forward(p: Delta, keep: bool = False) -> tuple[Tensor, Tensor, Residuals]:
+    """Output, final state and residuals, chunk by chunk. ``keep``: gradients will be wanted; their kernels are compiled meanwhile.
+
+    There are no residuals unless ``keep``, nor where the form of the backward pass takes none.
+    """
+    name = plan_name("delta chunk forward" + " with residuals" * keep, p)
+    later = partial(_backward_to_come, p) if keep else None
+    found = launch.run(name, p, Target.of, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
+    return found["output"], found["final_state"], tuple(_kept(found).values()) if keep else ()
+
+
+def _kept(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The residuals in the memory of a forward pass."""
+    return {name: found[name] for name in KEPT} if KEPT[-1] in found else {}
 
 
 def _backward_to_come(p: Delta, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
     """The backward pass of a forward pass, if its final state has no gradient; its tensors, without memory."""
-    shape, dtype = forward.at(p.sizes).memory["output"]
-    d_output = torch.empty(shape, dtype=dtype, device="meta")
-    return plan.chunk_backward_plan(p, d_output, None, at), _inputs(p, d_output=d_output, d_final_state=None)
+    made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
+    d_output, kept = made["output"], _kept(made)
+    planned = plan.chunk_backward_plan(p, d_output, None, at, kept=bool(kept))
+    return planned, _inputs(p, d_output=d_output, d_final_state=None, **kept)
 
 
 def recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:
@@ -94,12 +107,14 @@ def advance(p: Advance) -> Tensor:
     return launch.run("delta advance", p, Target.of, lambda at: plan.advance_plan(p, at), tensors)["output"]
 
 
-def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None, state_alone: bool) -> Gradients:
-    """All gradients, chunk by chunk; with ``state_alone`` that of the initial state."""
+def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None, state_alone: bool, residuals: Residuals = ()) -> Gradients:
+    """All gradients, chunk by chunk; with ``state_alone`` that of the initial state. ``residuals``: of the forward pass, or empty."""
+    name = "delta state backward" if state_alone else "delta chunk backward"
+    kept = dict(zip(KEPT, residuals))
     found = launch.run(
-        plan_name("delta state backward" if state_alone else "delta chunk backward", p), p, Target.of,
-        lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, state_alone),
-        _inputs(p, d_output=d_output, d_final_state=d_final_state), d_output, d_final_state,
+        plan_name(name + " from residuals" * bool(kept), p), p, Target.of,
+        lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, state_alone, bool(kept)),
+        _inputs(p, d_output=d_output, d_final_state=d_final_state, **kept), d_output, d_final_state,
     )  # fmt: skip
     state = p.initial_state
     d_initial = None if state is None else found["d_initial_state"].to(state.dtype)

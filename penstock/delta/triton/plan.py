@@ -15,14 +15,19 @@ from .calls import Backward, Forward, InPlace
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
 
-def chunk_forward_plan(p: Delta, target: Target) -> Plan:
-    """``output`` and ``final_state`` by chunks."""
-    return planned(CHUNK_FORWARD, Forward.of(p, target))
+def chunk_forward_plan(p: Delta, target: Target, keep: bool = False) -> Plan:
+    """``output`` and ``final_state`` by chunks; if ``keep``, also residuals for the backward pass, if its form takes them."""
+    return planned(CHUNK_FORWARD, Forward.of(p, target, keep=keep))
 
 
-def chunk_backward_plan(p: Delta, d_output: Tensor, d_final_state: Tensor | None, target: Target, state_alone: bool = False) -> Plan:
-    """All gradients by chunks, by the names of the arguments with a d in front; ``d_initial_state``, with ``state_alone`` only this."""
-    call = Backward.of(p, target, d_output=d_output, d_final_state=d_final_state, state_alone=state_alone)
+def chunk_backward_plan(
+    p: Delta, d_output: Tensor, d_final_state: Tensor | None, target: Target, state_alone: bool = False, kept: bool = False
+) -> Plan:
+    """All gradients by chunks, by the names of the arguments with a d in front; ``d_initial_state``, with ``state_alone`` only this.
+
+    ``kept``: whether there are residuals of the forward pass, by their names in its plan.
+    """
+    call = Backward.of(p, target, d_output=d_output, d_final_state=d_final_state, state_alone=state_alone, kept=kept)
     return planned(CHUNK_BACKWARD, call)
 
 

@@ -30,7 +30,7 @@ class Value:
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
-    type = property(lambda self: SimpleNamespace(shape=list(self.data.shape)))
+    type = property(lambda self: SimpleNamespace(shape=list(self.data.shape), layout=None))
 
     def to(self, dtype, bitcast=False):
         if bitcast:
@@ -154,7 +154,7 @@ class Shared:
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
     layout = None
-    type = property(lambda self: SimpleNamespace(shape=list(self.data.shape)))
+    type = property(lambda self: SimpleNamespace(shape=list(self.data.shape), layout=None))
 
     def index(self, i):
         return Shared(self.data[int(i)])
@@ -481,9 +481,11 @@ def inline_asm(asm, constraints, args, dtype, is_pure, pack):
         return args[0]
     if asm.startswith("cvt.rn.bf16x2"):
         return Value(raw(args[0]).to(torch.bfloat16))
-    if asm.startswith("shfl.sync.bfly"):  # in ``delta/triton/sm90/layouts.py`` lane 4 is row 1, in ``columns.py`` lane 1 is column 2
+    if asm.startswith("and.b32"):
+        return Value((raw(args[0]).view(torch.int16) & raw(args[1])).view(dtype))
+    if asm.startswith("shfl.sync.bfly"):  # in ``delta/triton/sm90/layouts.py`` lane 4 is row 1, in ``columns.py`` lane 1 is pair 1
         x, lane = raw(args[0]), int(asm.split(",")[2])
-        return Value(x[torch.arange(len(x)) ^ lane // 4] if lane > 3 else x[:, torch.arange(x.shape[1]) ^ 2 * lane])
+        return Value(x[torch.arange(len(x)) ^ lane // 4] if lane > 3 else x[:, torch.arange(x.shape[1]) ^ lane])
     if asm.startswith("cp.async.bulk.prefetch.L2"):
         assert not (raw(args[0]) % 16).any()
         assert not (raw(args[1]) % 16).any()
@@ -545,6 +547,7 @@ def language():
     """The names of gl and tl."""
     names = SimpleNamespace(
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64, int1=torch.bool,
+        int16=torch.int16,
         constexpr=lambda x: x, static_assert=asserted, static_range=range, range=lambda *a, **k: range(*map(int, a)),
         program_id=lambda axis: Value(torch.tensor(machine().pid[axis], dtype=torch.int32)), num_warps=lambda: _local.warps,
         num_programs=lambda axis: machine().programs[axis],
@@ -552,6 +555,7 @@ def language():
         zeros=lambda shape, dtype=F32, layout=None: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype=F32, layout=None: Value(torch.full(shape, value, dtype=dtype)),
         zeros_like=lambda x: Value(torch.zeros_like(x.data)), load=load, store=store, atomic_add=atomic_add, where=where, sum=_sum,
+        full_like=lambda x, value: Value(torch.full_like(x.data, value)),
         min=_reduce(lambda x, a=None: x.min() if a is None else x.amin(a)),
         max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum),

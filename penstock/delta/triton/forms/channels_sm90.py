@@ -9,7 +9,7 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan
+from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, C, Call, Forward
 from .chunks import start
@@ -45,29 +45,63 @@ def refuses(call: Call) -> str | None:
     return call.grouped
 
 
-def _forward(call: Forward) -> Plan:
-    from ..sm90 import prepare, walk
+KEPT = ("k_read", "solved_keys", "q_read", "weights", "totals", "errors", "chunk_states")
+"""What the forward pass keeps for the backward pass, by the names of its plan: tiles, W and the states before chunks. With K = V = 128 it
+is 1672 bytes for a token and head, whose inputs have 1284."""
 
-    plan, p, H, V, slots = Plan(), call.p, call.H, call.V, call.chunks(C)
-    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-    final = plan.empty("final_state", sequences, H, K, V)
-    q, k, b = (plan.empty(name, slots, H, C, K, dtype=p.q.dtype) for name in ("q_tiles", "k_tiles", "b_tiles"))
+
+def keeps(call: Forward) -> bool:
+    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
+    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
+    return call.keep and call.V == K and dense
+
+
+def add_tiles(plan: Plan, call: Call, removals: bool) -> None:
+    """The memory of the tiles of all chunks, with A_k T only if ``removals``, and the launch that computes them."""
+    from ..sm90 import prepare
+
+    p, H, slots = call.p, call.H, call.chunks(C)
+    k, b, q = (plan.empty(name, slots, H, C, K, dtype=p.q.dtype) for name in KEPT[:3])
     a = plan.empty("weights", slots, H, C, C, dtype=p.q.dtype)
+    r = plan.empty("removals", slots, H, C, C, dtype=torch.float16) if removals else a
     totals = plan.empty("totals", slots, H, K)
-    first, steps = start(call)
-    shared = p.q.stride(2) == 0 and p.sizes["H"] > 1
+    shared = p.q.stride(2) == 0 and H > 1
     plan.launch(
-        prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, a, "beta", totals, "cu_seqlens"),
+        prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, r, "beta", totals, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2),
-        K=K, PACKED=call.packed, W=W, REMOVALS=False,
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2), K=K, PACKED=call.packed, W=W, REMOVALS=removals,
     )  # fmt: skip
+
+
+def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
+    """The launch that walks over the tiles: ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` if ``keep``."""
+    from ..sm90 import walk
+
+    p, H, V, slots = call.p, call.H, call.V, call.chunks(C)
+    out, final, w, S = "v", "v", "v", "v"  # dummies
+    if output:
+        out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
+        final = plan.empty("final_state", sequences, H, K, V)
+    if keep:
+        w = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype)
+        S = plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
+    first, steps = start(call)
+    of_tokens, of_slots, matrices = Tile(C, C), Tile(C, K, 3), Tile(C, C, 3)
     plan.launch(
         walk.penstock_kda_walk_sm90, call.programs(sequences, V // C),
-        (k, q, b, a, "v", output, "beta", totals, first or final, output, final, "cu_seqlens"),
-        (sequences, tokens, H, *call.strides("beta"), *steps), 4, (*[Tile(C, K, 3)] * 3, Tile(C, C, 3), *[Tile(C, C)] * 2),
-        K=K, V=V, BV=C, INITIAL=first is not None, FINAL=True, PACKED=call.packed,
+        ("v", "k_read", "solved_keys", "q_read", "weights", "removals" if keep else "weights", out, w, S, "beta", "totals",
+         first or "totals", out, final, "cu_seqlens"),
+        (sequences, tokens, H, *call.strides("beta"), *steps), 4,
+        (of_tokens, *[of_slots] * 3, *[matrices] * 2, of_tokens, matrices if keep else of_tokens, of_slots if keep else of_tokens),
+        K=K, V=V, BV=C, INITIAL=first is not None, OUTPUT=output, KEEP=keep, PACKED=call.packed,
     )  # fmt: skip
+
+
+def _forward(call: Forward) -> Plan:
+    """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
+    plan, keep = Plan(), keeps(call)
+    add_tiles(plan, call, removals=keep)
+    add_walk(plan, call, output=True, keep=keep)
     return plan
 
 

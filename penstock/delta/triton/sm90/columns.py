@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ....gpu.hopper_tiles import reinterpret, unknown
+from ....gpu.hopper_tiles import reinterpret
 from .layouts import GROUPS, ROWS
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -80,53 +80,64 @@ def block(blocks_s, i, j, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def rows_and_columns():
-    """The numbers of the rows [ROWS,1] and columns [1,ROWS] of a right operand. Masks of them are not kept in registers over a loop."""
-    i = gl.arange(0, ROWS, gl.SliceLayout(1, RIGHT))[:, None]
-    return unknown(i), unknown(gl.arange(0, ROWS, gl.SliceLayout(0, RIGHT))[None, :])
-
-
-@gluon.jit
-def ones_where(condition):
-    """A right operand of ones and zeros in bfloat16."""
-    return gl.where(condition, gl.full([ROWS, ROWS], 1.0, gl.bfloat16, RIGHT), gl.zeros([ROWS, ROWS], gl.bfloat16, RIGHT))
-
-
-@gluon.jit
 def in_second_half(n: gl.constexpr):
     """Whether a token is in the second half of its block of level n: [1,ROWS]."""
     return ((gl.arange(0, ROWS, gl.SliceLayout(0, TILE)) >> n) & 1)[None, :] == 1
 
 
 @gluon.jit
+def masked(x, mask):
+    """A right operand where ``mask`` has all bits set, else 0. ``mask``: 16-bit integers, two by one instruction."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def halves_of(x):
+    """Tokens of even and of odd number of a tile [W,ROWS], of which a thread has both: [W,ROWS/2] each."""
+    return gl.split(gl.reshape(x, [x.shape[0], ROWS // 2, 2]))
+
+
+@gluon.jit
+def joined(even, odd):
+    """The inverse of ``halves_of``."""
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [even.shape[0], ROWS]), TILE, assert_trivial=True)
+
+
+@gluon.jit
 def of_partner(x, n: gl.constexpr):
-    """Of each token of a tile [W,ROWS], the value of the token whose number differs in bit n."""
-    W: gl.constexpr = x.shape[0]
-    L: gl.constexpr = 2**n
-    if n == 1:
+    """Of each pair of tokens of a tile [W,ROWS/2], the value of the pair whose number differs in bit n: a shuffle, or another register."""
+    if n == 0:
         return gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-    elif n == 2:
+    elif n == 1:
         return gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 2, 31, -1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
     else:
-        a, b = gl.split(gl.permute(gl.reshape(x, [W, ROWS // (2 * L), 2, L]), (0, 1, 3, 2)))
-        y = gl.reshape(gl.permute(gl.join(b, a), (0, 1, 3, 2)), [W, ROWS])
-        return gl.convert_layout(y, TILE, assert_trivial=True)
+        W: gl.constexpr = x.shape[0]
+        a, b = gl.split(gl.permute(gl.reshape(x, [W, 2, ROWS // 4]), (0, 2, 1)))
+        y = gl.reshape(gl.permute(gl.join(b, a), (0, 2, 1)), [W, ROWS // 2])
+        return gl.convert_layout(y, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def products_of_pairs(decay):
+    """Of decays [W,ROWS] in pairs of tokens: products up to each token and after it; of each pair [W,ROWS/2]."""
+    even, odd = halves_of(decay)
+    total = even * odd
+    return joined(even, total), joined(odd, gl.full_like(odd, 1.0)), total
 
 
 @gluon.jit
 def widened(through, remaining, total, n: gl.constexpr):
-    """From blocks of 2^n tokens to blocks of 2^(n+1): products of decays up to each token, after each token, and of the block."""
+    """From blocks of 2^n tokens, n > 0, to blocks of 2^(n+1): products of decays up to each token, after it, and of the block."""
+    other = of_partner(total, n - 1)
     second = in_second_half(n)
-    other = of_partner(total, n)
-    return gl.where(second, through * other, through), gl.where(second, remaining, remaining * other), total * other
+    factor = joined(other, other)
+    return through * gl.where(second, factor, 1.0), remaining * gl.where(second, 1.0, factor), total * other
 
 
 @gluon.jit
 def products_of_group(decay):
     """From decays [W,ROWS]: their products up to each token of the group, and after it."""
-    through = decay
-    total = decay
-    remaining = gl.full([decay.shape[0], ROWS], 1.0, gl.float32, TILE)
-    for n in gl.static_range(4):
+    through, remaining, total = products_of_pairs(decay)
+    for n in gl.static_range(1, 4):
         through, remaining, total = widened(through, remaining, total, n)
     return through, remaining

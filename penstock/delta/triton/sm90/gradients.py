@@ -1,8 +1,8 @@
 """Gradients of KDA's inputs on Hopper, in Gluon: everything that needs no chain over chunks. Any decay at the same speed.
 
-With S the state before the chunk, dS' the gradient of the state after it, X and Y = dV from the walks, and f <= 1 the factors of level L,
+With S the state before the chunk, dS' the gradient of the state after it, W and Y = dV from the walks, and f <= 1 the factors of level L,
 
-    R = X / beta - (A_k T) X        U = beta o R = T X              dbeta = rowsum(Y o R) / beta
+    U = beta o W                    dbeta = rowsum(Y o W) / beta
     P = scale dO U^T (s <= t)       M = -Y U^T (s < t), its transpose above
     levels:  X_q = f o q (second halves), X_k = f o k;   dX_q = P_L X_k,   dX_k = M_L X_k + P_L^T X_q
     dq = sum of f o dX_q + e k + scale read o (dO S^T)                                      e the diagonal of P
@@ -10,37 +10,24 @@ With S the state before the chunk, dS' the gradient of the state after it, X and
     dg_t = sum over levels of (X_q o dX_q + X_k o dX_k) over later tokens of the second half, over earlier tokens of the first half
            + sum i >= t of q o scale read o (dO S^T) - k o read o (Y S^T) + sum s < t of k o rest o (U dS'^T) + total o rowsum(S o dS')
 
-Every term of dg is a pair of tokens with t between them, so there is no cancellation. A_k T is bounded and has no factor beta: where beta
-is tiny, no row underflows in float16. It is taken as two bfloat16 numbers.
+Every term of dg is a pair of tokens with t between them, so there is no cancellation. beta is a factor of rows and columns of products:
+U is in no memory, and where beta is 0 nothing is divided but Y, which has the same floor.
 
-The forward pass keeps nothing but its inputs. The launches before this one keep for it, per token and head with K = V = 128: X 256 bytes,
-A_k T 128, S 512, dS' 512, and for each other q and k with decays 256 each, B^T 256, A 128. The four launches read and write 9.25 KiB.
+The launches before this one keep for it, per token and head with K = V = 128, W 256 bytes, S 512 and dS' 512.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, span_of
-from .columns import (
-    PAIRS,
-    TILE,
-    group_of,
-    ones_where,
-    products_of_group,
-    rounded,
-    rows_and_columns,
-    store_group,
-    store_in_blocks,
-    store_in_groups,
-    times,
-)
+from .columns import PAIRS, RIGHT, TILE, group_of, products_of_group, rounded, store_group, store_in_blocks, store_in_groups, times
 from .layouts import GROUPS, ROWS, C
-from .levels import far_level, near_levels
+from .levels import MASKS, PREFIX, SUFFIX, far_level, near_levels, store_masks
 from .programs import nonzero
 
 W = gl.constexpr(64)  # key channels of a program
@@ -55,59 +42,50 @@ def logarithms_of(g, g_t, left, m):
 
 
 @gluon.jit
-def store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta, step, left, first_block, scale):
-    """U replaces X. Store P and M in blocks, the diagonal of P in ``own_s`` [C], and dbeta if this is the first block of key channels."""
-    kind: gl.constexpr = x_s.dtype
-    V: gl.constexpr = x_s.shape[1]
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+def store_pairs(w_s, o_s, y_s, p_s, m_s, own_s, rate_s, beta, b_t, dbeta, step, left, first_block, scale):
+    """Store P and M in blocks, the diagonal of P in ``own_s`` [C], beta in ``rate_s`` [C], and dbeta if this is the first block of K."""
+    kind: gl.constexpr = w_s.dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    token = gl.arange(0, C, gl.SliceLayout(1, wide))
-    rates = nonzero(gl.load(beta + token.to(gl.int64) * b_t, mask=token < left, other=0.0).to(gl.float32))
-    inverse = 1.0 / rates
-    T = -t_s.load(gl.DotOperandLayout(0, wide, 2)).to(gl.float32)
-    most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
-    high = most.to(kind)
-    low = (T - most).to(kind)
-    R = x_s.load(wide).to(gl.float32) * inverse[:, None]
-    R = warpgroup_mma(high, x_s, R)
-    R = warpgroup_mma(low, x_s, R)
-    of_beta = gl.sum(y_s.load(wide).to(gl.float32) * inverse[:, None] * R, 1)
-    gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=(token < left) & first_block)
-    U = R * rates[:, None]
-    U = U.to(kind)
-    meet()
-    x_s.store(U)
-    fence_async_shared()
-    meet()
+    row: gl.constexpr = gl.SliceLayout(1, square)
     zero = gl.zeros([C, C], gl.float32, square)
-    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
-    P = warpgroup_mma(o_s, x_s.permute((1, 0)), zero, use_acc=False) * scale
-    P = gl.where(i >= j, P, 0.0)
-    reinterpret(own_s, gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(gl.sum(gl.where(i == j, P, 0.0), 1))
-    store_in_blocks(P.to(kind), p_s)
-    below = warpgroup_mma(y_s, x_s.permute((1, 0)), zero, use_acc=False)
-    above = warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False)
-    M = gl.where(i > j, -below, gl.where(i < j, -above, 0.0))
-    store_in_blocks(M.to(kind), m_s)
+    P = warpgroup_mma(o_s, w_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    below = warpgroup_mma(y_s, w_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    above = warpgroup_mma(w_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    token = gl.arange(0, C, row)
+    rates = gl.load(beta + token.to(gl.int64) * b_t, mask=token < left, other=0.0).to(gl.float32)
+    rate_s.store(rates)
     meet()
+    i = token[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
+    columns = rate_s.load(gl.SliceLayout(0, square))[None, :]
+    P, below, above = warpgroup_mma_wait(0, [P, below, above])
+    P = gl.where(i >= j, P * (columns * scale), 0.0)
+    own_s.store(gl.sum(gl.where(i == j, P, 0.0), 1))
+    store_in_blocks(P.to(kind), p_s)
+    if first_block:
+        of_beta = gl.sum(gl.where(i == j, below, 0.0), 1) / nonzero(rates)
+        gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
+    M = gl.where(i > j, below * -columns, gl.where(i < j, above * -rates[:, None], 0.0))
+    store_in_blocks(M.to(kind), m_s)
 
 
 @gluon.jit
-def store_state_products(memory_s, S_s, dS_s, across_s):
-    """U dS'^T, Y S^T and dO S^T, transposed and in groups, replace U, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
-    x_s = memory_s.index(0)
+def store_state_products(memory_s, S_s, dS_s, across_s, rate_s):
+    """U dS'^T, Y S^T and dO S^T, transposed and in groups, replace W, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
+    w_s = memory_s.index(0)
     y_s = memory_s.index(1)
     o_s = memory_s.index(2)
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([W, C], gl.float32, square)
     i = gl.arange(0, W, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, W, gl.SliceLayout(0, square))[None, :]
-    D = warpgroup_mma(S_s.permute((1, 0)), dS_s, zero, use_acc=False)
+    D = warpgroup_mma(S_s.permute((1, 0)), dS_s, zero, use_acc=False, is_async=True)
+    D_u = warpgroup_mma(dS_s.permute((1, 0)), w_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    D_y = warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    D_o = warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    D, D_u, D_y, D_o = warpgroup_mma_wait(0, [D, D_u, D_y, D_o])
     across_s.store(gl.sum(gl.where(i == j, D, 0.0), 1))
-    D_u = warpgroup_mma(dS_s.permute((1, 0)), x_s.permute((1, 0)), zero, use_acc=False)
-    D_y = warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False)
-    D_o = warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False)
+    D_u = D_u * rate_s.load(gl.SliceLayout(0, square))[None, :]
     meet()
     d_s = reinterpret(memory_s, gl.float32, [3 * GROUPS, W, ROWS], PAIRS)
     store_in_groups(D_u, d_s, 0)
@@ -117,46 +95,87 @@ def store_state_products(memory_s, S_s, dS_s, across_s):
 
 
 @gluon.jit
-def decays_around(totals_s, m):
-    """The decays of all groups before group m, of all after it, and that of level 32 between it and the middle: [W] each."""
+def store_decays_around(factors_s, total):
+    """From the decays ``total`` of the groups, [W] each: ``factors_s`` [2 GROUPS,W].
+
+    0 to 2: the decays of all groups before groups 1 to 3. 3 to 5: of all after groups 0 to 2. 6, 7: of groups 1 and 2.
+    """
+    factors_s.index(0).store(total[0])
+    factors_s.index(1).store(total[0] * total[1])
+    factors_s.index(2).store(total[0] * total[1] * total[2])
+    factors_s.index(3).store(total[1] * total[2] * total[3])
+    factors_s.index(4).store(total[2] * total[3])
+    factors_s.index(5).store(total[3])
+    factors_s.index(6).store(total[1])
+    factors_s.index(7).store(total[2])
+
+
+@gluon.jit
+def decays_around(factors_s, m):
+    """The decays of all groups before group m, of all after it, and that of level 32 between it and the middle: [W,1] each."""
     row: gl.constexpr = gl.SliceLayout(1, TILE)
-    before = gl.full([W], 1.0, gl.float32, row)
-    after = gl.full([W], 1.0, gl.float32, row)
-    middle = gl.full([W], 1.0, gl.float32, row)
-    for n in gl.static_range(GROUPS):
-        one = totals_s.index(n).load(row)
-        before = gl.where(m > n, before * one, before)
-        after = gl.where(m < n, after * one, after)
-        if n == 1:
-            middle = gl.where(m == 0, one, middle)
-        if n == 2:
-            middle = gl.where(m == 3, one, middle)
+    before = gl.where(m > 0, factors_s.index(gl.maximum(m, 1) - 1).load(row)[:, None], 1.0)
+    after = gl.where(m < 3, factors_s.index(gl.minimum(m, 2) + 3).load(row)[:, None], 1.0)
+    middle = gl.where((m == 0) | (m == 3), factors_s.index(6 + m // 2).load(row)[:, None], 1.0)
     return before, after, middle
 
 
 @gluon.jit
-def state_terms(d_s, q, k, through, remaining, before, after, scale, m):
-    """For group m, the terms of the states of dq, of dk from later tokens and from earlier ones, and their products with q and k."""
-    D_u = d_s.index(m).load(TILE)
-    D_y = d_s.index(GROUPS + m).load(TILE)
-    D_o = d_s.index(2 * GROUPS + m).load(TILE)
-    read = through * before[:, None]
-    dq = D_o * (read * scale)
-    dk = -D_y * read
-    db = D_u * (remaining * after[:, None])
-    return dq, dk, db, q.to(gl.float32) * dq + k.to(gl.float32) * dk, k.to(gl.float32) * db
+def store_tiles_and_sums(tiles_q, tiles_k, sums_s, d_s, factors_s, q, k, decay, scale, m):
+    """Store the tiles of levels 32 and 16 of group m, see ``far_level``, and the sums over its tokens of the terms of states of dg.
+
+    ``sums_s`` [2 GROUPS,W]: of the terms for the tokens before the group, and for those after it.
+    """
+    through, remaining = products_of_group(decay)
+    before, after, middle = decays_around(factors_s, m)
+    Q = q * through
+    K = k * through
+    X = k * remaining
+    z = Q * (d_s.index(2 * GROUPS + m).load(TILE) * scale) - K * d_s.index(GROUPS + m).load(TILE)
+    sums_s.index(m).store(gl.sum(z * before, 1))
+    sums_s.index(GROUPS + m).store(gl.sum(X * d_s.index(m).load(TILE) * after, 1))
+    store_group(gl.where(m > 1, K, X) * middle, tiles_k, m)
+    store_group(gl.where(m % 2 == 1, K, X), tiles_k, GROUPS + m)
+    if m > 1:
+        store_group(Q * middle, tiles_q, m % 2)
+    if m % 2 == 1:
+        store_group(Q, tiles_q, 2 + m // 2)
+
+
+@gluon.jit
+def far_terms(tiles_q, tiles_k, p_s, m_s, d_s, factors_s, q, k, through, remaining, scale, m):
+    """The terms of levels 16 and 32 and of the states for group m: of dq and dk [W,ROWS], and their products with q and k.
+
+    These are of dg for earlier tokens and for later ones. Also returns the sum [W] of those of level 32, which the group beside it needs.
+    """
+    before, after, middle = decays_around(factors_s, m)
+    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, m, m ^ 1, 1)
+    Q = q * through
+    K = k * through
+    X = k * remaining
+    later = gl.where(m % 2 == 1, 1.0, 0.0)  # whether group m is in the second half of its block of level 16
+    second = gl.where(m > 1, 1.0, 0.0)  # of level 32
+    of_q = d_s.index(2 * GROUPS + m).load(TILE) * (before * scale) + dQ
+    of_k = dX * later - d_s.index(GROUPS + m).load(TILE) * before
+    of_x = d_s.index(m).load(TILE) * after + dX * (1.0 - later)
+    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, m, (m & 2) ^ 2, 2)
+    beside = gl.sum((Q * dQ + gl.where(m > 1, K, X) * dX) * middle, 1)
+    of_q += dQ * middle
+    of_k += dX * (middle * second)
+    of_x += dX * (middle * (1.0 - second))
+    return of_q * through, of_k * through + of_x * remaining, Q * of_q + K * of_k, X * of_x, beside
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_gradients_sm90(
-    q_tiles, k_tiles, x_tiles, o_tiles, y_tiles, t_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
+    q_tiles, k_tiles, w_tiles, o_tiles, y_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
     cu_seqlens, scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T, M = -Y U^T.
+    """dq, dk, dg and dbeta, from U = beta o W, P = scale dO U^T, M = -Y U^T.
 
-    TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; X [C,V] and A_k T [C,C] of
-    [slots,H,C,...], S^T and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K] and
-    dbeta [B,T,H]. Program (slot of a chunk, head, block of W key channels).
+    TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; W [C,V] of [slots,H,C,V], S^T
+    and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K] and dbeta [B,T,H].
+    Program (slot of a chunk, head, block of W key channels).
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -178,25 +197,25 @@ def penstock_kda_gradients_sm90(
     line = b * T + begin + done
     line_32 = line.to(gl.int32)
     place = slot * H + h
-    memory_s = gl.allocate_shared_memory(kind, [3, C, V], x_tiles.layout)
-    x_s = memory_s.index(0)
+    memory_s = gl.allocate_shared_memory(kind, [3, C, V], w_tiles.layout)
+    w_s = memory_s.index(0)
     y_s = memory_s.index(1)
     o_s = memory_s.index(2)
-    t_s = gl.allocate_shared_memory(gl.float16, [C, C], t_tiles.layout)
     q_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], k_tiles.layout)
     S_s = gl.allocate_shared_memory(kind, [V, W], S_tiles.layout)
     dS_s = gl.allocate_shared_memory(kind, [V, W], dS_tiles.layout)
+    p_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
     m_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
     own_s = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat)
+    rate_s = gl.allocate_shared_memory(gl.float32, [C], flat)
     whole_q = reinterpret(q_s, kind, [C, W], q_tiles.layout)
     whole_k = reinterpret(k_s, kind, [C, W], k_tiles.layout)
     loaded = barriers(3, 1)
     fence_async_shared()
     meet()
-    mbarrier.expect(loaded.index(0), 3 * x_tiles.block_type.nbytes + t_tiles.block_type.nbytes)
-    async_load(t_tiles, [place * C, 0], loaded.index(0), t_s)
-    async_load(x_tiles, [place * C, 0], loaded.index(0), x_s)
+    mbarrier.expect(loaded.index(0), 3 * w_tiles.block_type.nbytes)
+    async_load(w_tiles, [place * C, 0], loaded.index(0), w_s)
     async_load(o_tiles, [line_32, h * V], loaded.index(0), o_s)
     async_load(y_tiles, [line_32, h * V], loaded.index(0), y_s)
     mbarrier.expect(loaded.index(1), 2 * S_tiles.block_type.nbytes)
@@ -217,19 +236,20 @@ def penstock_kda_gradients_sm90(
         zero_rows_from(y_s, left, clean)
     fence_async_shared()
     meet()
-    p_s = reinterpret(t_s, kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
-    store_values_and_pairs(x_s, o_s, y_s, t_s, p_s, m_s, own_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
+    whole_own = reinterpret(own_s, gl.float32, [C], flat)
+    store_pairs(w_s, o_s, y_s, p_s, m_s, whole_own, rate_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
     mbarrier.wait(loaded.index(1), 0)
     across_s = gl.allocate_shared_memory(gl.float32, [W], flat)
-    d_s = store_state_products(memory_s, S_s, dS_s, across_s)
+    d_s = store_state_products(memory_s, S_s, dS_s, across_s, rate_s)
     meet()  # S_s and dS_s are free
 
     far_k = reinterpret(S_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)  # of levels 32 and 16
     far_q = reinterpret(dS_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)
     sums_s = reinterpret(far_q.index(GROUPS), gl.float32, [2 * GROUPS, W], flat)
-    totals_s = reinterpret(far_q.index(GROUPS + 1), gl.float32, [GROUPS, W], flat)
-    for n in gl.static_range(GROUPS):
-        totals_s.index(n).store(total[n])
+    factors_s = reinterpret(far_q.index(GROUPS + 1), gl.float32, [2 * GROUPS, W], flat)
+    masks_s = reinterpret(dS_s.slice(3 * V // 4, V // 4), kind, [MASKS, ROWS, ROWS], plain2)
+    store_decays_around(factors_s, total)
+    store_masks(masks_s)
     mbarrier.wait(loaded.index(2), 0)
     if left < C:
         zero_rows_from(whole_q, left, clean)
@@ -238,61 +258,37 @@ def penstock_kda_gradients_sm90(
     logarithms = logarithms_of(g, g_t, left, 0)
     for m in range(GROUPS):
         coming = logarithms_of(g, g_t, left, (m + 1) % GROUPS)
-        Q = group_of(q_s, m)
-        X = group_of(k_s, m)
-        through, remaining = products_of_group(exp2(logarithms))
-        before, after, middle = decays_around(totals_s, m)
-        _, _, _, z_r, z_c = state_terms(d_s, Q, X, through, remaining, before, after, scale, m)
-        sums_s.index(m).store(gl.sum(z_r, 1))
-        sums_s.index(GROUPS + m).store(gl.sum(z_c, 1))
-        Y = X.to(gl.float32)
-        store_group(Y * (gl.where(m > 1, through, remaining) * middle[:, None]), far_k, m)
-        store_group(Y * gl.where(m % 2 == 1, through, remaining), far_k, GROUPS + m)
-        Y = Q.to(gl.float32) * through
-        if m > 1:
-            store_group(Y * middle[:, None], far_q, m % 2)
-        if m % 2 == 1:
-            store_group(Y, far_q, 2 + m // 2)
+        Q = group_of(q_s, m).to(gl.float32)
+        X = group_of(k_s, m).to(gl.float32)
+        store_tiles_and_sums(far_q, far_k, sums_s, d_s, factors_s, Q, X, exp2(logarithms), scale, m)
         logarithms = coming
     meet()
     across = across_s.load(row)
     for n in gl.static_range(GROUPS):
-        across *= totals_s.index(n).load(row)
-    r, c = rows_and_columns()
+        across *= total[n]
     beside = gl.zeros([W], gl.float32, row)
     first = (line * H + h) * K + p * W
+    step = H.to(gl.int64) * (ROWS * K)
     token = gl.arange(0, ROWS, gl.SliceLayout(0, TILE))[None, :]
     channel = gl.arange(0, W, gl.SliceLayout(1, TILE))[:, None]
     for n in range(GROUPS):
         m = n ^ (n >> 1)  # 0, 1, 3, 2: of the groups of a half of the chunk, that which is farther from the middle first
         then = (n + 1) % GROUPS
         coming = logarithms_of(g, g_t, left, then ^ (then >> 1))
-        Q = group_of(q_s, m)
-        X = group_of(k_s, m)
-        dq_m, dk_m, dg_m, through, remaining = near_levels(Q, X, exp2(logarithms), p_s, m_s, m)
-        before, after, middle = decays_around(totals_s, m)
-        suffix = ones_where(r >= c)
-        prefix = ones_where(r < c)
-        dQ, dX, z = far_level(far_q, far_k, p_s, m_s, m, m ^ 1, 1)
-        dq_m += dQ * through
-        dk_m += dX * gl.where(m % 2 == 1, through, remaining)
-        dg_m = times(rounded(z), gl.where(m % 2 == 1, suffix, prefix), dg_m)
-        dQ, dX, z = far_level(far_q, far_k, p_s, m_s, m, (m & 2) ^ 2, 2)
-        dq_m += dQ * (through * middle[:, None])
-        dk_m += dX * (gl.where(m > 1, through, remaining) * middle[:, None])
+        Q = group_of(q_s, m).to(gl.float32)
+        X = group_of(k_s, m).to(gl.float32)
+        dq, dk, dg, through, remaining = near_levels(Q, X, exp2(logarithms), p_s, m_s, masks_s, m)
         constant = across + gl.where(n % 2 == 1, beside, 0.0)
-        beside = gl.sum(z, 1)
+        more_q, more_k, z_r, z_c, beside = far_terms(far_q, far_k, p_s, m_s, d_s, factors_s, Q, X, through, remaining, scale, m)
         for j in gl.static_range(GROUPS):
             constant += gl.where(m < j, sums_s.index(j).load(row), 0.0) + gl.where(m > j, sums_s.index(GROUPS + j).load(row), 0.0)
-        dg_m = times(rounded(z), gl.where(m > 1, suffix, prefix), dg_m + constant[:, None])
-        dq, dk, db, z_r, z_c = state_terms(d_s, Q, X, through, remaining, before, after, scale, m)
-        dg_m = times(rounded(z_r), suffix, dg_m)
-        dg_m = times(rounded(z_c), prefix, dg_m)
+        dg = times(rounded(z_r), masks_s.index(SUFFIX).load(RIGHT), dg + constant[:, None])
+        dg = times(rounded(z_c), masks_s.index(PREFIX).load(RIGHT), dg)
         e = own_s.index(m).load(gl.SliceLayout(0, TILE))[None, :]
-        store_group(dq_m + dq + e * X.to(gl.float32), q_s, m)
-        store_group(dk_m + dk + db + e * Q.to(gl.float32), k_s, m)
-        where = (ROWS * m + token).to(gl.int64) * (H.to(gl.int64) * K) + channel
-        gl.store(d_decay + first + where, dg_m.to(d_decay.dtype.element_ty), mask=(ROWS * m + token < left) & (channel < W))
+        store_group(dq + more_q + e * X, q_s, m)
+        store_group(dk + more_k + e * Q, k_s, m)
+        at = d_decay + first + m * step
+        gl.store(at + (token * (H * K) + channel), dg.to(d_decay.dtype.element_ty), mask=(ROWS * m + token < left) & (channel < W))
         logarithms = coming
     fence_async_shared()
     meet()

@@ -3,7 +3,8 @@
     Z = A^T dO + B^T dS'        Y = beta o Z = dV        dS = total o dS' + q^T dO - k^T Y        (q, k: times the decays w_1 ... w_t)
 
 The same products as in ``walk.py``, in the other direction: dS' is in registers, transposed, so that it, dO and Y are left operands without
-a copy. Two products of a chunk depend on the chunk after it. All other gradients need no chain: ``gradients.py``.
+a copy. Two products of a chunk depend on the chunk after it. Results are stored during the first products of the next step. All other
+gradients need no chain: ``gradients.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet
+from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
 from .programs import nonzero, walk_of_program
@@ -27,6 +28,16 @@ def load_step(tiles, rings, bars, place, m):
     c = chunks - 1 - m
     at = (first + c * H) * C
     load_tiles(tiles, rings, bars, ([at, 0], [row + c * C, value_column], [at, 0], [at, 0], [at, 0]), m, m < chunks)
+
+
+@gluon.jit
+def store_step(y_tiles, dS_tiles, out_s, state_s, place, m, tokens, V: gl.constexpr):
+    """Start the stores of step m: dS' after its chunk and, if the chunk has C tokens, Y."""
+    row, value_column, first, H, chunks = place
+    c = chunks - 1 - m
+    async_store(dS_tiles, [(first + c * H) * V + value_column % V, 0], state_s.index(m & 1))
+    if (c + 1) * C <= tokens:
+        async_store(y_tiles, [row + c * C, value_column], out_s.index(m & 1))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
@@ -47,6 +58,7 @@ def penstock_kda_reverse_sm90(
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
@@ -57,8 +69,8 @@ def penstock_kda_reverse_sm90(
     a_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
     q_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
-    out_s = gl.allocate_shared_memory(kind, [C, C], half)
-    state_s = gl.allocate_shared_memory(kind, [C, K], half)
+    out_s = gl.allocate_shared_memory(kind, [2, C, C], half)
+    state_s = gl.allocate_shared_memory(kind, [2, C, K], half)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
     rate_s = gl.allocate_shared_memory(gl.float32, [2, C], flat)
     bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
@@ -83,7 +95,6 @@ def penstock_kda_reverse_sm90(
     totals += first_chunk * K + channel
     beta += b * b_b + row * b_t + head * b_h + token.to(gl.int64) * b_t
     column = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
-    left_column = gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
     line_of = gl.arange(0, C, gl.SliceLayout(1, out_mma))[:, None]
     step = H.to(gl.int64) * K
     total_s.index(0).store(gl.load(totals + last * step, mask=channel * 0 < chunks, other=0.0))
@@ -97,41 +108,46 @@ def penstock_kda_reverse_sm90(
         phase = (m // STAGES) & 1
         coming = gl.load(totals + (c - 1) * step, mask=channel * 0 + c > 0, other=0.0)
         rates = nonzero(gl.load(beta + (c - 1) * C * b_t.to(gl.int64), mask=token * 0 + c > 0, other=0.0).to(gl.float32))
+        for n in gl.static_range(1, 3):
+            mbarrier.wait(bars[n].index(s), phase)
+        if t + C > tokens:  # rows after the last token are padding, or belong to another sequence
+            zero_rows_from(do_s.index(s), tokens - t, clean)
+            meet()
+        dO = do_s.index(s).permute((1, 0)).load(left)
+        Z = gl.zeros([C, C], gl.float32, out_mma)
+        Z = warpgroup_mma(dO, a_s.index(s), Z, use_acc=False, is_async=True)
         rounded = dS.to(kind)
         L = gl.convert_layout(rounded, left, assert_trivial=True)
         mbarrier.wait(bars[0].index(s), phase)
-        Z = gl.zeros([C, C], gl.float32, out_mma)
-        Z = warpgroup_mma(L, b_s.index(s).permute((1, 0)), Z, use_acc=False, is_async=True)
-        mbarrier.wait(bars[1].index(s), phase)
-        dO = do_s.index(s).permute((1, 0)).load(left)
-        dO = gl.where(t + left_column < tokens, dO, gl.zeros_like(dO))
-        mbarrier.wait(bars[2].index(s), phase)
-        Z = warpgroup_mma(dO, a_s.index(s), Z, is_async=True)
+        Z = warpgroup_mma(L, b_s.index(s).permute((1, 0)), Z, is_async=True)
+        # while the tensor cores compute: stores of the chunk after this one, and loads into its memory
         tma.store_wait(0)
-        meet()  # totals and rates are stored, the stores of the chunk after it are done
-        state_s.store(rounded)
+        expect(tiles, bars, m - 1 + STAGES, (m > 0) & (m - 1 + STAGES < chunks))
+        fence_async_shared()
+        meet()  # totals, rates and results are stored
+        if m > 0:
+            load_step(tiles, rings, bars, place, m - 1 + STAGES)
+            store_step(y_tiles, dS_tiles, out_s, state_s, place, m - 1, tokens, V)
+        state_s.index(m & 1).store(rounded)
         rate = rate_s.index(m & 1).load(gl.SliceLayout(0, out_mma))[None, :]
         dS = dS * total_s.index(m & 1).load(gl.SliceLayout(0, mma))[None, :]
+        for n in gl.static_range(3, 5):
+            mbarrier.wait(bars[n].index(s), phase)
         Z, L, dO = warpgroup_mma_wait(0, [Z, L, dO])
         Z = Z * rate
-        Y = Z.to(kind)
-        mbarrier.wait(bars[3].index(s), phase)
-        mbarrier.wait(bars[4].index(s), phase)
-        dS = warpgroup_mma(dO, q_s.index(s), dS, is_async=True)
         minus = gl.convert_layout((-Z).to(kind), left, assert_trivial=True)
         dS = warpgroup_mma(minus, k_s.index(s), dS, is_async=True)
-        out_s.permute((1, 0)).store(Y)
+        dS = warpgroup_mma(dO, q_s.index(s), dS, is_async=True)
+        Y = Z.to(kind)
+        out_s.index(m & 1).permute((1, 0)).store(Y)
         total_s.index((m + 1) & 1).store(coming)
         rate_s.index((m + 1) & 1).store(rates)
         dS, dO, minus = warpgroup_mma_wait(0, [dS, dO, minus])
-        expect(tiles, bars, m + STAGES, m + STAGES < chunks)
-        fence_async_shared()
-        meet()
-        load_step(tiles, rings, bars, place, m + STAGES)
-        async_store(dS_tiles, [(place[2] + c * H) * V + vb * C, 0], state_s)
-        if t + C <= tokens:
-            async_store(y_tiles, [place[0] + t, place[1]], out_s)
-        else:
+        if t + C > tokens:
             gl.store(d_values + (t + column) * (H.to(gl.int64) * V) + line_of, Y, mask=t + column < tokens)
+    fence_async_shared()
+    meet()
+    if chunks > 0:
+        store_step(y_tiles, dS_tiles, out_s, state_s, place, last, tokens, V)
     gl.store(d_initial_state + (owner * H + head) * (K * V) + dk * V + dv, dS)
     tma.store_wait(0)
