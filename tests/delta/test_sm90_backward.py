@@ -6,7 +6,7 @@ import contract
 import pytest
 import torch
 from cases import upstream
-from deltas import Delta, oracle
+from deltas import Delta, oracle, rounding_errors
 from emulated import gluon
 
 from penstock.delta.inputs import of_every_head
@@ -21,10 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
 ]
 H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
-ROUNDING = torch.finfo(torch.bfloat16).eps / 4
-BUDGET = {name: 4 * ROUNDING for name in ("q", "k", "v", "g", "initial_state")} | {"beta": 5 * ROUNDING}
-"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded. The gradient of
-beta is a sum of products of two results."""
+BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
+"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
 FLOOR = 2.0**-90
 """Where beta is 0 it is 2^-100."""
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -69,6 +67,7 @@ def run(problem, d_output, d_final, kept=(), seed=0):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_the_oracle(case):
+    """A gradient of beta is a sum over all channels that may cancel: then twice the error of the formula with rounded operands is allowed, too."""
     problem, wanted = problem_of(case), oracle(case)
     d_output, d_final = upstream(case)
     found = run(problem, d_output, d_final)
@@ -79,7 +78,10 @@ def test_equal_the_oracle(case):
         if name in ("q", "k") and R > 1:
             x = x.unflatten(2, (-1, R)).double().sum(3)
         off = float((x.double() - wanted[f"d{name}"].value).norm())
-        assert off <= BUDGET[name] * wanted[f"d{name}"].size + FLOOR * x.numel(), (name, off / wanted[f"d{name}"].size)
+        allowed = BUDGET * wanted[f"d{name}"].size + FLOOR * x.numel()
+        if off > allowed and name == "beta":
+            allowed += 2 * rounding_errors(case, 8)["dbeta"]
+        assert off <= allowed, (name, off / wanted[f"d{name}"].size)
 
 
 @pytest.mark.parametrize("case", [replace(OF, gate="mixture"), replace(OF, B=2, T=70, H=2, G=1), replace(OF, lengths=(130, 0, 3))], ids=str)
