@@ -25,6 +25,17 @@ def refuses(call: Call) -> str | None:
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
+def pairs(call: Call) -> str | None:
+    """How pairs with decays per channel are computed, for ``explain``."""
+    if call.decay != CHANNEL:
+        return None
+    count = len(lengths(C, call.low))
+    if not call.low:
+        why = "no bound of the decays is known" if call.p.lower_bound is None else f"a bound of {call.p.lower_bound:.4g} is too far from 0"
+        return f"{count} levels, because {why}"
+    return f"{count} levels and " * (count > 0) + f"one anchor in {call.low} tokens, because decays are at least {call.p.lower_bound:.4g}"
+
+
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:
     """Add the memory of tiles that depend on no states, and the launch that computes them. Other passes over its tokens may take them."""
     slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
