@@ -35,6 +35,8 @@ multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40.
 MOST_DECAY_FLOAT32 = 10.0
 """The same with products as exact as float32: exp of a rounded sum x has a relative error of 2^-24 |x|. 16 tokens of RWKV-7 decay by at
 most 9.7."""
+WITHOUT_LEVELS = False
+"""Whether calls whose chunks have one anchor take the kernels without levels. No GPU has run those yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,11 @@ class Call(TokenCall):
             return 0
         most = MOST_DECAY if self.precision in ("bf16", "tf32") else MOST_DECAY_FLOAT32
         return next((low for low in LOWS if -bound * low <= most), 0)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether kernels without levels compute a chunk: one anchor, two streams, and a head is one tile."""
+        return WITHOUT_LEVELS and self.low == C and self.streams == 2 and max(self.BK, power(self.V, LEAST)) <= LEAST
 
     def matrices(self, plan: Plan) -> tuple[str, str]:
         """The matrices of sums of decays per channel, with and without the token's own decay."""
