@@ -36,9 +36,12 @@ def scaled(factor: float, names: str = "qkv") -> Change:
 
 
 def decayed(least: float, most: float) -> Change:
-    return lambda name, x: torch.linspace(least, most, x.numel()).view(x.shape) if name == "g" else x
+    """Log decays, and raw gates of the opposite sign."""
+    signs = {"g": 1, "raw": -1}
+    return lambda name, x: signs[name] * torch.linspace(least, most, x.numel()).view(x.shape) if name in signs else x
 
 
+FORGOTTEN = {"g": -torch.inf, "raw": torch.inf}
 AFTER: dict[str, Change] = {
     "1000 times as large": scaled(1000.0),
     "1000 times as small": scaled(1e-3),
@@ -46,7 +49,7 @@ AFTER: dict[str, Change] = {
     "values 1000 times as large": scaled(1000.0, "v"),
     "strong decays": decayed(-20.0, -100.0),
     "weak decays": decayed(-1e-6, -1e-3),
-    "all forgotten": lambda name, x: torch.full_like(x, -torch.inf) if name == "g" else x.flip(-1) * 300.0,
+    "all forgotten": lambda name, x: torch.full_like(x, FORGOTTEN[name]) if name in FORGOTTEN else x.flip(-1) * 300.0,
     "another sequence": lambda name, x: x,
     "NaN": lambda name, x: x if name == "g" else torch.full_like(x, torch.nan),
 }
@@ -213,7 +216,8 @@ def delta_cases(impl: str) -> list[deltas.Delta]:
     for number, (variant, dtype) in enumerate(product(deltas.VARIANTS, of_dtypes)):
         of = deltas.Delta(variant, B=1, H=1, T=T, K=32, V=32, dtype=dtype, state=number % 2 == 0)
         found += [of, replace(of, gate="mixture")] if of.row.decay else [of]
-        found += [replace(of, raw=True)] * (of.row.streams == 1)
+        found += [replace(of, raw=True)] * (of.row.streams == 1 or of.row.raw != "")
+        found += [replace(of, raw=True, bound=-5.0)] * of.row.bounded
         if impl != "triton_chunkwise":  # updates in place are triton_recurrent's, whole chunks of them the same kernels
             found += [deltas.PooledDelta(variant, B=1, H=1, T=T + 28 * (impl in deltas.NAMES), K=32, V=32, dtype=dtype, rows=1)]
     return found

@@ -3,7 +3,8 @@
 Axes are those of ``tokens/problem.py``; J are the heads of a and b, those of q and k (G) or of v (H).
 
 A call may have raw inputs: q and k that are divided by their norms (``use_qk_l2norm``), logits of beta (``beta_logits``), and a raw gate
-(``raw``, ``A_log``, ``dt_bias``) in place of the log decay g. A *canonical* problem has none. ``inputs.py`` makes it.
+(``raw``, ``A_log``, ``dt_bias``) in place of the log decay g. A *canonical* problem has none. ``inputs.py`` makes it. Its ``lower_bound``
+is that of g, if the raw gate has one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DeltaTokens(TokenProblem):
     use_qk_l2norm: bool
     beta_logits: bool
     allow_neg_eigval: bool
-    lower_bound: float | None
+    lower_bound: float | None  # of the log decay that a raw gate gives; of g in a canonical problem
 
     @property
     def variant(self) -> Variant:

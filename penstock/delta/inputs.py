@@ -148,11 +148,16 @@ def uncomputed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
     return found
 
 
+def bound(p: DeltaTokens) -> float | None:
+    """The lowest log decay that the raw gate of a call can give, or None."""
+    return FASTEST if p.raw is not None and p.variant.raw == "sigmoid" else p.lower_bound
+
+
 def canonical(p: P, found: dict[str, Tensor]) -> P:
     """The problem with computed tensors in place of raw inputs."""
     other = p.with_tensors({**found, "raw": None, "A_log": None, "dt_bias": None})
     other.use_qk_l2norm = other.beta_logits = other.allow_neg_eigval = False
-    other.lower_bound = None
+    other.lower_bound = bound(p)
     return other
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from penstock.delta.inputs import of_every_head
 from penstock.delta.triton import ahead, launch, plan
 from penstock.delta.triton.forms import lists, raw
 from penstock.delta.variants import VARIANTS
@@ -40,7 +39,7 @@ def test_small_gpus_have_every_kernel(arch):
 @pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if "backward" in one.passes], ids=lambda one: one.name)
 def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
     """And arguments of the same types, for which Triton compiles: while the forward pass runs."""
-    p = of_every_head(one._problem("forward"))
+    p = one.computed("forward")
     planned, tensors = launch._backward_to_come(p, TARGETS[arch], plan.chunk_forward_plan(p, TARGETS[arch]))
     given = {name: p.q if x is None else x for name, x in tensors.items()}
     found = jobs(Planned(planned.at(p.sizes), given), arch)

@@ -13,6 +13,7 @@ from penstock.delta import chunkwise, inputs
 from penstock.delta.gradients import Gradients
 from penstock.delta.inputs import always_groups, of_every_head, prepared
 from penstock.delta.operators import DELTA
+from penstock.tokens.decays import FASTEST
 
 FLOAT64 = torch.float64
 TAKE_FLOAT64 = [name for name in NAMES if name != "cpu"]
@@ -118,6 +119,24 @@ def test_implementations_get_canonical_problems(raw, monkeypatch):
         assert p.groups == 2
     assert wanted == (False, False, True, *[False] * 8)
     assert forward.seen is backward.seen is seen[2].seen
+
+
+@pytest.mark.parametrize(("variant", "bound", "wanted"), [("rwkv7", None, FASTEST), ("kda", -5.0, -5.0), ("kda", None, None)])
+def test_canonical_problems_have_the_bound_of_raw_gates(variant, bound, wanted):
+    case = Delta(variant, B=1, T=5, H=1, K=4, V=4, raw=True, bound=bound)
+    problems = [
+        DELTA.checked(variant, [one.tensors().get(name) for name in DELTA.names], one.options)
+        for one in (case, replace(case, raw=False, bound=None))
+    ]
+    raw, canonical = problems
+    made = inputs.canonical(raw, inputs.computed(raw, wide=True))
+    assert made.lower_bound == wanted
+    assert canonical.lower_bound is None
+    if wanted is not None:
+        assert made.g.min() >= wanted
+        alike = made.with_tensors({})
+        alike.lower_bound = None
+        assert made.seen is not alike.seen
 
 
 def test_implementations_that_read_raw_inputs_and_groups(monkeypatch):

@@ -67,7 +67,7 @@ def run(problem, d_output, d_final, kept=(), seed=0):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_the_oracle(case):
-    """A gradient of beta is a sum over all channels that may cancel: then twice the error of the formula with rounded operands is allowed, too."""
+    """The gradient of beta, a sum over all channels, may cancel: then twice the error of the rounded formula is allowed, too."""
     problem, wanted = problem_of(case), oracle(case)
     d_output, d_final = upstream(case)
     found = run(problem, d_output, d_final)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from contract import check_contract
-from delta_cases import gates, interpreted_cases, interpreted_pooled_cases, key_cases
-from deltas import Delta, PooledDelta
+from delta_cases import gates, interpreted_cases, interpreted_pooled_cases, key_cases, raw_cases
+from deltas import Delta, PooledDelta, named, oracle
 from interpreted import within_bounds
 from sampling import every, slow
 from triton.runtime.errors import InterpreterError
@@ -19,8 +19,10 @@ import penstock as ps
 from penstock.call.memory import Memory
 from penstock.delta import inputs
 from penstock.delta.operators import DELTA
-from penstock.delta.triton import calls, launch
+from penstock.delta.triton import calls, launch, plan
+from penstock.delta.triton.forms import chunks
 from penstock.delta.variants import VARIANTS
+from penstock.gpu.target import Target
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 """NumPy's, of values in the interpreter that masks discard."""
@@ -101,6 +103,81 @@ def test_anchors_equal_the_oracle(variant, low, monkeypatch):
     """One anchor in blocks of 16 or 64 tokens, for decays that are bounded."""
     monkeypatch.setattr(calls.Call, "low", property(lambda call: low))
     check_contract(Delta(variant, B=1, H=1, T=70, K=12, V=8, gate="logsigmoid/16"), "triton_chunkwise")
+
+
+BOUNDED = [replace(one, T=70, K=12, V=8) for one in raw_cases(Delta("rwkv7", B=1, H=1)) if one.dtype != torch.bfloat16]
+BOUNDED += [
+    Delta("kda", B=1, H=1, T=70, K=12, V=8, raw=True, bound=bound, centre=centre) for bound in (-5.0, -0.5) for centre in (0.0, 9.0)
+]
+
+
+@pytest.mark.parametrize("case", [*every(5, BOUNDED), *slow(*BOUNDED)], ids=str)
+def test_bounded_gates_equal_the_oracle(case):
+    """With as few levels as the bound allows, up to the strongest decays."""
+    check_contract(case, "triton_chunkwise")
+
+
+RAW = Delta("rwkv7", B=1, H=1, T=130, K=12, V=8, raw=True)
+WITHOUT_LEVELS = [replace(RAW, centre=centre) for centre in (-9.0, 0.0, 9.0)]
+WITHOUT_LEVELS += [replace(RAW, dtype=torch.float16, others=torch.float32, lengths=(0, 5, 64, 1, 81, 0), centre=2.0)]
+WITHOUT_LEVELS += [replace(RAW, H=4, G=2, removed=removed, T=70, strided=True, state=False) for removed in (2, 4)]
+WITHOUT_LEVELS += [replace(RAW, T=64, K=64, V=64), replace(RAW, T=70, key="equal", centre=-5.0)]
+
+
+@pytest.mark.parametrize("case", [*every(3, WITHOUT_LEVELS), *slow(*WITHOUT_LEVELS)], ids=str)
+def test_one_anchor_in_a_chunk_equals_the_oracle(case, monkeypatch):
+    """The kernels without levels, in float32: factors are up to exp(39), with errors of 39 times 2^-24 each."""
+    monkeypatch.setattr(calls, "MOST_DECAY_FLOAT32", calls.MOST_DECAY)
+    monkeypatch.setattr(calls, "WITHOUT_LEVELS", True)
+    found, wanted, launched = contract.measured(case, "triton_chunkwise"), oracle(case), launches_of(case)
+    assert launched == {"penstock_delta_prepare_anchored", "penstock_delta_gradients_anchored"}
+    for name, x in found.items():
+        rounding = 2**-11 if x.dtype == torch.float16 else 0
+        assert x.isfinite().all(), name
+        assert float((x.double() - wanted[name].value).norm()) <= (1e-5 + rounding) * wanted[name].size, name
+
+
+def launches_of(case):
+    """The kernels of a chunk in both passes of a call."""
+    problem = DELTA.checked(case.variant, [case.tensors().get(name) for name in DELTA.names], case.options)
+    p = inputs.of_every_head(inputs.canonical(problem, inputs.uncomputed(problem, False)))
+    target = Target.of(p.q.device)
+    plans = plan.chunk_forward_plan(p, target), plan.chunk_backward_plan(p, torch.empty_like(p.v), None, target)
+    return {one.kernel.fn.__name__ for made in plans for one in made.launches if one.kernel.fn.__name__.endswith("anchored")}
+
+
+ROUNDED = Target("sm_90", 132, 232448)
+"""A GPU on which operands are rounded."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "bound", "dtype", "low", "pairs"),
+    [
+        ("rwkv7", None, torch.float16, 16, "2 levels and one anchor in 16 tokens, because decays are at least -0.6065"),
+        ("rwkv7", None, torch.bfloat16, 64, "one anchor in 64 tokens, because decays are at least -0.6065"),
+        ("rwkv7", None, torch.float32, 16, "2 levels and one anchor in 16 tokens, because decays are at least -0.6065"),
+        ("kda", -5.0, torch.bfloat16, 8, "3 levels and one anchor in 8 tokens, because decays are at least -5"),
+        ("kda", -5.0, torch.float16, 0, "6 levels, because a bound of -5 is too far from 0"),
+        ("kda", -5.0, torch.float32, 0, "6 levels, because a bound of -5 is too far from 0"),
+        ("kda", None, torch.float16, 0, "6 levels, because no bound of the decays is known"),
+    ],
+)
+def test_levels_follow_from_the_bound_of_raw_gates(variant, bound, dtype, low, pairs, monkeypatch):
+    case = Delta(variant, B=1, H=1, T=70, K=12, V=8, raw=True, dtype=dtype, bound=bound)
+    problem = DELTA.checked(variant, [case.tensors().get(name) for name in DELTA.names], case.options)
+    call = calls.Forward.of(inputs.canonical(problem, inputs.uncomputed(problem, False)), ROUNDED)
+    assert (call.low, chunks.pairs(call)) == (low, pairs)
+    assert not call.anchored
+    monkeypatch.setattr(calls, "WITHOUT_LEVELS", True)
+    assert call.anchored == (low == 64)
+
+
+def test_explained_levels():
+    case = Delta("rwkv7", B=1, H=1, T=70, K=12, V=8, raw=True)
+    for one, pairs in ((case, "2 levels and one anchor in 16 tokens, "), (replace(case, raw=False), "6 levels, ")):
+        call = named(one, one.tensors(), one.row.query, one.row.gate)
+        text = str(ps.explain("rwkv7", **call, impl="triton_chunkwise"))
+        assert text.count(f"    pairs: {pairs}") == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter checks addresses")

@@ -50,6 +50,8 @@ class Delta(Case):
     negative: bool = False
     bound: float | None = None
     biased: bool = True
+    centre: float = 0.0
+    """of raw gates"""
 
     @property
     def row(self) -> Variant:
@@ -150,7 +152,7 @@ def draw(case: Delta) -> dict[str, Tensor | None]:
     if row.decay:
         drawn = normal(row.decay)
         if case.raw and row.raw:
-            found["raw"] = drawn
+            found["raw"] = drawn + case.centre
             if row.bias:
                 found |= {"A_log": normal("H"), "dt_bias": normal(row.bias) if case.biased else None}
         else:

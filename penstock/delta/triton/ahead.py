@@ -18,7 +18,7 @@ from ...tokens.dtypes import state_dtype
 from ...tokens.pieces import CHUNK
 from ...tokens.shape import Shape
 from ..declaration import DeltaTokens
-from ..inputs import of_every_head
+from ..inputs import canonical, is_raw, of_every_head, uncomputed
 from ..operators import ADVANCE, DELTA
 from ..variants import VARIANTS
 from .answers import CALLS
@@ -35,6 +35,8 @@ PASSES: Mapping[str, tuple[Mode, tuple[Form[Any, Any], ...], int]] = {
 }
 """Each pass: its mode, its forms and the number of tokens, if not that of the shape."""
 WHOLE = ("forward", "backward")
+CANONICAL = (*WHOLE, "pieces")
+"""Passes before which raw inputs are computed."""
 RAW = ("step", "raw", "raw backward")
 """Passes of calls with raw inputs: a decode step, and the stage before chunk kernels."""
 
@@ -71,11 +73,16 @@ class Configuration:
                 yield which, self._stage(which)
                 continue
             mode, forms, _ = PASSES[which]
-            p = of_every_head(self._problem(which))
+            p = self.computed(which)
             call = CALLS[mode].of(p, target, **({"d_output": torch.empty_like(p.v)} if mode == "backward" else {}))
             for form in forms:
                 if form.refusal(call) is None:
                     yield f"{which}: {form.name}", self._plan(form, call)
+
+    def computed(self, which: str) -> DeltaTokens:
+        """The problem that a pass computes, without memory."""
+        p = self._problem(which)
+        return of_every_head(canonical(p, uncomputed(p, False)) if which in CANONICAL and is_raw(p) else p)
 
     def _plan(self, form: Form[Any, Any], call: Any) -> Planned:
         """The plan of a form with initial states of 0. Updates in place have a pool of states without slots."""
@@ -141,7 +148,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 16, 100, 100), passes=WHOLE),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64)),
-    Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=RAW, raw=True),
+    Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *WHOLE), raw=True),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float32", passes=WHOLE),
     Configuration("dplr", Shape(*PROMPT, 32, 64, 64), passes=WHOLE),
 )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
 from ...call.implementation import FormVerdict, Listed, Mode
 from ...call.memory import exact
 from ...gpu import forms
-from ...gpu.forms import Part
+from ...gpu.forms import Form, Part
 from ...gpu.target import Target
 from ...tokens.empty import nothing
 from ..declaration import DeltaTokens
 from . import plan
 from .calls import Backward, Call, Forward, InPlace
+from .forms import chunks, segments
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
 BACKWARD: tuple[Part, ...] = (("backward", CHUNK_BACKWARD),)
@@ -25,6 +28,8 @@ RECURRENT: dict[Mode, tuple[Part, ...]] = {
     "advance": (("pieces", PIECES), ("tokens", TOKENS_IN_PLACE)),
 }
 """The ordered lists of an implementation, by mode. In place, pieces come first if there are any."""
+PORTABLE = chunks.FORWARD, chunks.BACKWARD, chunks.PIECES, segments.FORWARD, segments.BACKWARD
+"""Forms whose pairs follow ``Call.low``."""
 CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}
 
 
@@ -60,7 +65,15 @@ def verdicts(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) ->
     if nothing(p):
         return ()
     call = CALLS[mode].of(p, Target.of(p.q.device))
-    return tuple(chain.from_iterable(forms.verdicts(part, among, call, ()) for part, among in _asked(parts, p, mode)))
+    return tuple(chain.from_iterable(_walk(part, among, call) for part, among in _asked(parts, p, mode)))
+
+
+def _walk(part: str, among: Sequence[Form[Any, Any]], call: Call) -> Iterator[FormVerdict]:
+    """The answers of a list, and how the portable chunk kernels compute pairs."""
+    yield from forms.verdicts(part, among, call, ())
+    pairs = chunks.pairs(call)
+    if pairs is not None and forms.first(among, call) in PORTABLE:
+        yield FormVerdict("pairs", pairs, None)
 
 
 def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:

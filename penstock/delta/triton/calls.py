@@ -27,6 +27,17 @@ SOLVE = {"bf16": "tf32", "tf32": "tf32x3", "tf32x3": "tf32x3", "ieee": "ieee"}
 """The precision of products with T, by that of other products. Keys may be raw, so T has no bound that float16 needs. float16 inputs have
 as many bits as TF32, and errors of T would be larger than theirs if beta is up to 2."""
 
+LOWS = (64, 32, 16, 8)
+"""Tokens of blocks that may have one anchor. In smaller blocks it saves at most two levels of six."""
+MOST_DECAY = 44.0
+"""The most by which an anchored block may decay, with bfloat16 operands. Factors are exp of it: 1e19, and as much is left for what they
+multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40."""
+MOST_DECAY_FLOAT32 = 10.0
+"""The same with other products. Exact as float32: exp of a rounded sum x has a relative error of 2^-24 |x|. TF32, for float16: gradients of
+strong decays, which are differences of anchored sums, had errors of 2.2e-3. 16 tokens of RWKV-7 decay by at most 9.7."""
+WITHOUT_LEVELS = False
+"""Whether calls whose chunks have one anchor take the kernels without levels: their forward pass is faster, their backward pass slower."""
+
 
 @dataclass(frozen=True, eq=False)
 class Call(TokenCall):
@@ -69,7 +80,16 @@ class Call(TokenCall):
     @property
     def low(self) -> int:
         """Tokens of blocks with one anchor in place of the inner levels; 0: all levels."""
-        return 0
+        bound = self.p.lower_bound
+        if bound is None or self.decay != CHANNEL:
+            return 0
+        most = MOST_DECAY if self.precision == "bf16" else MOST_DECAY_FLOAT32
+        return next((low for low in LOWS if -bound * low <= most), 0)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether kernels without levels compute a chunk: one anchor, two streams, and a head is one tile."""
+        return WITHOUT_LEVELS and self.low == C and self.streams == 2 and max(self.BK, power(self.V, LEAST)) <= LEAST
 
     def matrices(self, plan: Plan) -> tuple[str, str]:
         """The matrices of sums of decays per channel, with and without the token's own decay."""

@@ -14,7 +14,8 @@ from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
-from ..portable import gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
+from ..portable import anchored_gradients, anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
+from ..table import LEAST
 
 WIDEST = 128
 """Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
@@ -25,28 +26,46 @@ def refuses(call: Call) -> str | None:
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
+def pairs(call: Call) -> str | None:
+    """How pairs with decays per channel are computed, for ``explain``."""
+    if call.decay != CHANNEL:
+        return None
+    count = len(lengths(C, call.low))
+    if not call.low:
+        why = "no bound of the decays is known" if call.p.lower_bound is None else f"a bound of {call.p.lower_bound:.4g} is too far from 0"
+        return f"{count} levels, because {why}"
+    return f"{count} levels and " * (count > 0) + f"one anchor in {call.low} tokens, because decays are at least {call.p.lower_bound:.4g}"
+
+
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:
     """Add the memory of tiles that depend on no states, and the launch that computes them. Other passes over its tokens may take them."""
-    slots, H, BK, tile = call.chunks(C), call.H, call.BK, call.tile
-    channel, two = call.decay == CHANNEL, call.streams == 2
-    levels, anchors = len(lengths(C, call.low)), call.low > 0
-    b = call.config("prepare")
+    slots, H, BK, tile, two = call.chunks(C), call.H, call.BK, call.tile, call.streams == 2
+    channel = call.decay == CHANNEL
+    b = call.config("prepare_anchored" if call.anchored else "prepare")
 
     def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
         return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
 
     tiles = (
-        memory("pairs", 2, C, C, dtype=torch.float32), memory("late", 2, C, C, needed=two), memory("solved", C, C, dtype=torch.float32),
-        memory("ap", C, C), memory("bt", C, BK), memory("qr", C, BK, needed=channel), memory("ar", C, BK, needed=channel),
-        memory("kr", C, BK, needed=two), memory("total", BK, dtype=torch.float32, needed=channel),
+        memory("late", 2, C, C, needed=two), memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK),
+        memory("qr", C, BK, needed=channel), memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
+        memory("total", BK, dtype=torch.float32, needed=channel),
     )  # fmt: skip
+    if call.anchored:
+        plan.launch(
+            anchored_prepare.penstock_delta_prepare_anchored, call.programs(slots, 1), ("q", "k", "g", "a", "b", *tiles, "cu_seqlens"),
+            (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "a", "b")), b.warps, fused=fused, writes=tiles,
+            K=call.K, BK=BK, C=C, PACKED=call.packed, PIECE=piece, PRECISION=call.precision,
+        )  # fmt: skip
+        return
+    pairs = memory("pairs", 2, C, C, dtype=torch.float32)
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
-        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), *tiles, "cu_seqlens"),
+        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), pairs, *tiles, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        writes=tuple([name for name in tiles if name != "q"]),
-        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=levels, ANCHOR=anchors,
-        PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+        writes=(pairs, *[name for name in tiles if name != "q"]),
+        K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=len(lengths(C, call.low)),
+        ANCHOR=call.low > 0, PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
 
 
@@ -157,6 +176,16 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
     da, db = (like(name, K, dtype=p.of_heads(p.q), needed=streams == 2) for name in ("da", "db"))
     dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
     dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
+    states, arguments = ("x", "z", "chunk_states", "d_chunk_states", "d_output"), ("q", "k", "v", "g", "beta")
+    if call.anchored:
+        given = ("q", "k", "v", "g", "a", "b")
+        plan.launch(
+            anchored_gradients.penstock_delta_gradients_anchored, call.programs(slots, 1),
+            (*given, "solved", *states, dq, dk, dg, da, db, "cu_seqlens"),
+            (p.scale, sequences, tokens, H, *call.strides(*given), *d_output.stride()), call.config("gradients_anchored").warps,
+            K=K, V=V, BK=call.BK, BV=LEAST, C=C, DG=dg != "q", PACKED=call.packed, PRECISION=call.precision,
+        )  # fmt: skip
+        return
     b = call.config("pairs_backward")
     weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
     straddling = plan.empty("straddling", slots, H, C) if call.decay == SCALAR else "q"
@@ -166,7 +195,6 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
         (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
         V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
-    states, arguments = ("x", "z", "chunk_states", "d_chunk_states", "d_output"), ("q", "k", "v", "g", "beta")
     if call.decay != CHANNEL:
         b = call.config("scalar_gradients")
         plan.launch(
