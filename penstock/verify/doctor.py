@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..call.families import Registered, families
 from ..explain import explain
 from ..tokens.shape import Shape
 from .inputs import inputs
-from .machine import Machine
+from .machine import Machine, installed
 
 SHAPE = Shape(1, 64, 2, 64, 64)
 """Of the calls that are explained."""
@@ -148,7 +148,7 @@ def _extras() -> Iterable[Extra]:
         if found := re.search(r"""extra == ['"]([^'"]+)['"]""", line):
             listed.setdefault(found[1], []).append(line.partition(";")[0])
     for name in sorted(set(listed) - set(DEVELOPMENT)):
-        yield Extra(name, tuple(sorted(one for one in _packages(name, listed) if not _is_installed(one))))
+        yield Extra(name, tuple(sorted(one for one in _packages(name, listed) if installed(one) is None)))
 
 
 def _packages(extra: str, listed: dict[str, list[str]]) -> set[str]:
@@ -162,11 +162,3 @@ def _packages(extra: str, listed: dict[str, list[str]]) -> set[str]:
         else:
             found.add(match[1])
     return found
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True

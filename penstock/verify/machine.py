@@ -54,8 +54,8 @@ class Machine:
             python=platform.python_version(),
             torch=torch.__version__,
             penstock=__version__,
-            triton=_installed("triton"),
-            fla=_installed("fla-core") or _installed("flash-linear-attention"),
+            triton=installed("triton"),
+            fla=installed("fla-core") or installed("flash-linear-attention"),
             quota=quota(),
         )
 
@@ -115,7 +115,7 @@ def _gpu(index: int) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
     """The version of a package from its metadata, without importing it; None if it is not installed."""
     try:
         return version(package)

@@ -39,7 +39,7 @@ def test_missing_packages_and_the_line_that_installs_them(monkeypatch):
         "tool; extra == 'test'",
     ]  # fmt: skip
     monkeypatch.setattr(doctor, "requires", lambda name: lines)
-    monkeypatch.setattr(doctor, "_is_installed", lambda name: name == "small")
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.0" if name == "small" else None)
     extras = tuple(doctor._extras())
     assert extras == (Extra("all", ("large",)), Extra("one", ()), Extra("two", ("large",)))
     assert extras[2].remedy == "pip install 'penstock[two]'"

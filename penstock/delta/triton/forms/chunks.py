@@ -58,12 +58,12 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
             K=call.K, BK=BK, C=C, PACKED=call.packed, PIECE=piece, PRECISION=call.precision,
         )  # fmt: skip
         return
-    pairs = memory("pairs", 2, C, C, dtype=torch.float32)
+    products = memory("pairs", 2, C, C, dtype=torch.float32)
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
-        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), pairs, *tiles, "cu_seqlens"),
+        ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), products, *tiles, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        writes=(pairs, *[name for name in tiles if name != "q"]),
+        writes=(products, *[name for name in tiles if name != "q"]),
         K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=len(lengths(C, call.low)),
         ANCHOR=call.low > 0, PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip

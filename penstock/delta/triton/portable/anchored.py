@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import decays
+from ....gpu.levels import apart
 from ....gpu.tiles import product
 
 SUBCHUNK = tl.constexpr(16)  # tokens of a block that is solved by substitution
@@ -95,8 +96,7 @@ def inverse(N, i, C: tl.constexpr, PRECISION: tl.constexpr):
     T = spread_blocks(t, C)
     L: tl.constexpr = SUBCHUNK
     for level in tl.static_range(2):
-        middle = i & -(L << level)
-        between = ((i & (L << level)) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - (L << level))
+        between = apart(i, L << level)
         N21 = tl.where(between, N, 0.0)
         N21 += product_with_T(N21, T, PRECISION)
         N21 += product_with_T(T, N21, PRECISION)
