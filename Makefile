@@ -9,7 +9,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
-.PHONY: demo test versions lint clean
+.PHONY: demo test versions lint wheels clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
@@ -30,6 +30,16 @@ lint: $(VENV)/dev
 	$(VENV)/bin/mypy --config-file tests/gpu_device/mypy.ini tests/gpu_device  # names that only a GPU's run would miss
 	$(VENV)/bin/lint-imports
 
+# The source archive and a wheel for each platform of hatch_build.py, in dist/. The first time, Zig compiles its libraries for each.
+wheels: .venv-wheels/ready
+	rm -rf dist
+	.venv-wheels/bin/python -m release.wheels dist
+
+.venv-wheels/ready: release/requirements.txt
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r $<
+	touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -42,4 +52,4 @@ $(VENV)/dev: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist penstock/cpu/native/*.so
+	rm -rf .venv .venv-* build dist penstock/cpu/native/*.so penstock/cpu/native/*.dylib penstock/cpu/native/*.dll

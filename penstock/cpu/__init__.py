@@ -1,4 +1,4 @@
-"""The native CPU library: loads it, picks the instruction set, and runs its functions on torch's own threads.
+"""The native CPU library: loads it, picks the instruction set, and runs its functions on torch's own threads (``openmp``).
 
 Its sources are the folders ``cpu/native`` of the package: rows of tensors here, kernels beside those that launch them. ``hatch_build.py``
 compiles them once per instruction set into one library; torch's CPU capability selects one.
@@ -7,6 +7,7 @@ compiles them once per instruction set into one library; torch's CPU capability 
 from __future__ import annotations
 
 import ctypes
+import sys
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,10 @@ from torch.profiler import record_function
 
 from ..call import private
 from ..errors import PenstockError
+from . import openmp
 
-LIBRARY = Path(__file__).parent / "native" / "libpenstock_cpu.so"
+SUFFIXES = {"darwin": "dylib", "win32": "dll"}
+LIBRARY = Path(__file__).parent / "native" / f"libpenstock_cpu.{SUFFIXES.get(sys.platform, 'so')}"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # the enum of rows.h
 THREAD_WORK = 1 << 16
 """The least multiply-adds per thread: waking a thread takes about 5 us, and a thread computes about 10 multiply-adds per ns."""
@@ -43,7 +46,7 @@ def _library() -> ctypes.CDLL | str:
     """The native library, or why it is not available."""
     if not LIBRARY.exists():
         return f"the native library is missing ({LIBRARY.name}): install the package with pip, which builds it"
-    if not hasattr(_openmp(), "GOMP_parallel"):
+    if openmp.parallel() is None:
         return "this torch has no OpenMP runtime"
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -61,12 +64,6 @@ def unavailable(*functions: str) -> str | None:
     if not all(hasattr(library, f"penstock_{name}_baseline") for name in functions):
         return f"the native library is not of this version ({LIBRARY.name}): install the package again with pip, which builds it"
     return None
-
-
-@cache
-def _openmp() -> ctypes.CDLL:
-    """The process's global symbols, among them the OpenMP runtime that torch has loaded."""
-    return ctypes.CDLL(None)
 
 
 @cache
@@ -88,7 +85,9 @@ def run(name: str, call: Any, work: int) -> None:
     threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
     call.threads = threads
     watched = private.profiling()  # on the fast path, no torch operator shows this call in a profile; a range costs 17 us
+    region = openmp.parallel()
+    assert region is not None  # else the library is unavailable
     with record_function(f"penstock::cpu_{name}") if watched else nullcontext():
-        _openmp().GOMP_parallel(_function(name), ctypes.byref(call), threads, 0)
+        region(_function(name), ctypes.byref(call), threads)
     if call.out_of_memory:
         raise PenstockError(f"cpu: no memory left for the scratch of the {name} pass. Use shorter sequences, or fewer threads.")

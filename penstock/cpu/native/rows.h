@@ -8,6 +8,12 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _WIN32
+#include <malloc.h>
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define JOIN(a, b) a##b
@@ -26,7 +32,22 @@ typedef struct {
 } tensor;
 
 /* Memory aligned to cache lines: a vector that straddles two costs twice. */
-static inline float *scratch_of(int64_t floats) { return aligned_alloc(64, ((size_t)floats * 4 + 63) / 64 * 64); }
+static inline float *scratch_of(int64_t floats) {
+    size_t bytes = ((size_t)floats * 4 + 63) / 64 * 64;
+#ifdef _WIN32
+    return _aligned_malloc(bytes, 64);
+#else
+    return aligned_alloc(64, bytes);
+#endif
+}
+
+static inline void free_scratch(float *scratch) {
+#ifdef _WIN32
+    _aligned_free(scratch);
+#else
+    free(scratch);
+#endif
+}
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - (vec){}; }

@@ -57,19 +57,25 @@ static inline int64_t block_columns(int64_t K, int64_t V, int64_t floats) {
 
 INLINE float *take(float **scratch, int64_t n) { float *p = *scratch; *scratch += n; return p; }
 
-static inline unsigned flush_denormals(void) { /* subnormal numbers of a decaying state would be slow */
-#ifdef __x86_64__
-    unsigned old = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(old | 0x8040);
-    return old;
-#else
-    return 0;
+static inline uint64_t flush_denormals(void) { /* subnormal numbers of a decaying state would be slow */
+    uint64_t old = 0;
+#if defined(__x86_64__)
+    old = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr((unsigned)old | 0x8040);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(old));
+    __asm__ volatile("msr fpcr, %0" : : "r"(old | 1 << 24) : "memory");
 #endif
+    return old;
 }
 
-static inline void restore_denormals(unsigned old) {
-#ifdef __x86_64__
-    __builtin_ia32_ldmxcsr(old);
+static inline void restore_denormals(uint64_t old) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((unsigned)old);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(old) : "memory");
+#else
+    (void)old;
 #endif
 }
 

@@ -359,11 +359,11 @@ static void backward_unit(workspace *m) {
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_delta_backward_, SUFFIX)(problem *p) {
+EXPORT void NAME(penstock_delta_backward_, SUFFIX)(problem *p) {
     workspace m;
     float *memory = make_workspace(&m, p);
     if (!memory) { p->out_of_memory = 1; return; }
-    unsigned mode = flush_denormals();
+    uint64_t mode = flush_denormals();
     for (;;) {
         int64_t unit = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
         if (unit >= p->N * p->H) break;
@@ -372,5 +372,5 @@ void NAME(penstock_delta_backward_, SUFFIX)(problem *p) {
         backward_unit(&m);
     }
     restore_denormals(mode);
-    free(memory);
+    free_scratch(memory);
 }

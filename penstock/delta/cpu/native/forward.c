@@ -132,7 +132,7 @@ static int64_t heads_of_unit(const problem *p, int64_t columns, int64_t blocks) 
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
+EXPORT void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
     int64_t K = p->K, Kp = padded(K), columns = columns_of_unit(p), blocks = (p->V + columns - 1) / columns, rows = CHUNK * columns + STAGGER;
     int64_t heads = heads_of_unit(p, columns, blocks), teams = (p->H + heads - 1) / heads;
     float *memory = scratch_of(heads * (K * columns + 3 * Kp) + 3 * rows + floats_of_rows(Kp)), *rest = memory;
@@ -141,7 +141,7 @@ void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
     w.states = take(&rest, heads * K * columns), w.sums_of_heads = take(&rest, heads * 3 * Kp);
     w.v = take(&rest, rows), w.u = take(&rest, rows), w.out = take(&rest, rows);
     take_rows(&w.run.r, rest, Kp);
-    unsigned mode = flush_denormals();
+    uint64_t mode = flush_denormals();
     for (;;) {
         int64_t taken = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
         if (taken >= p->N * teams * blocks) break;
@@ -156,5 +156,5 @@ void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
         else pass_sequence(&w);
     }
     restore_denormals(mode);
-    free(memory);
+    free_scratch(memory);
 }

@@ -94,7 +94,7 @@ INLINE void multiply_unit(const product *p, const float *x, int64_t from, int64_
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_linear_, SUFFIX)(product *p) {
+EXPORT void NAME(penstock_linear_, SUFFIX)(product *p) {
     int64_t Kp = padded(p->K), outputs = UNIT / p->K / OUTPUTS * OUTPUTS;
     if (outputs < OUTPUTS) outputs = OUTPUTS;
     float *x = scratch_of(p->M * Kp);
@@ -110,5 +110,5 @@ void NAME(penstock_linear_, SUFFIX)(product *p) {
         default: multiply_unit(p, x, from, to, FLOAT16);
         }
     }
-    free(x);
+    free_scratch(x);
 }

@@ -282,7 +282,7 @@ static void backward_chunk(const problem *p, const sequence *s, int64_t n, int64
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_backward_, SUFFIX)(problem *p) {
+EXPORT void NAME(penstock_backward_, SUFFIX)(problem *p) {
     int64_t longest = 0;
     for (int64_t n = 0; n < p->N; n++) {
         int64_t length = find_sequence(p, n).length;
@@ -291,7 +291,7 @@ void NAME(penstock_backward_, SUFFIX)(problem *p) {
     workspace m;
     float *memory = make_workspace(&m, p, (longest + CHUNK - 1) / CHUNK);
     if (!memory) { p->out_of_memory = 1; return; }
-    unsigned mode = flush_denormals();
+    uint64_t mode = flush_denormals();
 
     for (;;) {
         int64_t unit = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
@@ -314,5 +314,5 @@ void NAME(penstock_backward_, SUFFIX)(problem *p) {
         }
     }
     restore_denormals(mode);
-    free(memory);
+    free_scratch(memory);
 }

@@ -179,7 +179,7 @@ static int64_t heads_together(const problem *p, int64_t blocks) {
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_forward_, SUFFIX)(problem *p) {
+EXPORT void NAME(penstock_forward_, SUFFIX)(problem *p) {
     int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V, FORWARD_BLOCK), blocks = (p->V + columns - 1) / columns;
     int64_t heads = heads_together(p, blocks), teams = (p->H + heads - 1) / heads;
     float *memory = scratch_of(heads * (K * columns + 3 * Kp) + 4 * CHUNK * Kp + 2 * CHUNK * columns + 3 * Kp), *scratch = memory;
@@ -190,7 +190,7 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
     r.v = take(&scratch, CHUNK * columns);
     factors total = {take(&scratch, Kp), (int32_t *)take(&scratch, Kp)};
     int decays = p->g.data != NULL, previous = (int)p->previous;
-    unsigned mode = flush_denormals();
+    uint64_t mode = flush_denormals();
 
     for (;;) {
         int64_t unit = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
@@ -246,5 +246,5 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
             }
     }
     restore_denormals(mode);
-    free(memory);
+    free_scratch(memory);
 }
