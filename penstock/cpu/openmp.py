@@ -16,14 +16,17 @@ from typing import Any
 import torch
 
 BUNDLED = {"darwin": "libomp.dylib", "win32": "libiomp5md.dll"}
-"""The runtime's file in torch's wheels. On Linux its name differs, and its symbols are among the global ones of the process."""
+"""The runtime's file in torch's wheels. On Linux its symbols are global in the process or, on aarch64, those of a file in torch.libs."""
 
 
 @cache
 def _runtime() -> Any:
     """What has the symbols of the runtime, or None."""
     name = BUNDLED.get(sys.platform, "")
-    beside_torch = Path(torch.__file__).parent / "lib" / name
+    folder = Path(torch.__file__).parent
+    beside_torch = folder / "lib" / name
+    if sys.platform == "linux" and not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        beside_torch = next((folder.parent / "torch.libs").glob("libgomp-*"), beside_torch)
     try:
         return ctypes.CDLL(str(beside_torch) if beside_torch.is_file() else name if sys.platform == "win32" else None)
     except OSError:
