@@ -25,6 +25,18 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, field
 
+DISTRIBUTION = "penstock"
+"""The name of the package in ``pyproject.toml``."""
+
+
+def installing(extra: str) -> str:
+    """The commands that install the packages of an extra. The second adds them to an installed package, without an index that has it.
+
+    >>> installing("models")
+    "pip install -e '.[models]' in a checkout, or pip install 'penstock[models]' with a wheel installed"
+    """
+    return f"pip install -e '.[{extra}]' in a checkout, or pip install '{DISTRIBUTION}[{extra}]' with a wheel installed"
+
 
 class PenstockError(Exception):
     """Base of every exception that Penstock raises on purpose."""
@@ -61,10 +73,10 @@ class MissingExtra(PenstockError, ImportError):
     def of(cls, function: str, package: str, extra: str) -> MissingExtra:
         """The error for a package that belongs to an extra.
 
-        >>> MissingExtra.of("load", "safetensors", "models")
-        MissingExtra("load: safetensors must be installed, got none. Run pip install 'penstock[models]'.")
+        >>> print(MissingExtra.of("load", "safetensors", "models"))  # doctest: +ELLIPSIS
+        load: safetensors must be installed, got none. Run pip install -e '.[models]' in a checkout, or ...
         """
-        return cls(f"{function}: {package} must be installed, got none. Run pip install 'penstock[{extra}]'.")
+        return cls(f"{function}: {package} must be installed, got none. Run {installing(extra)}.")
 
 
 class ExchangeError(PenstockError, RuntimeError):

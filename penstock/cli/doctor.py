@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import installing
 from ..verify.doctor import Diagnosis
 
 
@@ -40,6 +41,7 @@ def _text(found: Diagnosis) -> str:
         lines += [f"    not {name}: {reason}" for name, reason in one.refused]
     lines += ["", "Extras"]
     for extra in found.extras:
-        state = f"without {', '.join(extra.missing)}: {extra.remedy}" if extra.missing else "complete"
+        state = f"without {', '.join(extra.missing)}" if extra.missing else "complete"
         lines.append(f"  {extra.name}: {state}")
+    lines += [f"  To install one: {installing('EXTRA')}"] if any(extra.missing for extra in found.extras) else []
     return "\n".join([*lines, "", "Summary", found.paragraph])

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ..call import private
-from ..errors import PenstockError
+from ..errors import PenstockError, installing
 from ..files import usual_mode
 
 
@@ -57,7 +57,7 @@ def available() -> str | None:
         missing = find_spec("cuda.core") is None or find_spec("cuda.bindings") is None
     except ModuleNotFoundError:
         missing = True
-    return "cuda-core is not installed: pip install 'penstock[cuda]'" if missing else None
+    return f"cuda-core is not installed: {installing('cuda')}" if missing else None
 
 
 def machine_code(kernel: Kernel, arch: str) -> bytes:

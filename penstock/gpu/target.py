@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import installing
+
 
 @cache
 def interpreting() -> bool:
@@ -23,7 +25,7 @@ def interpreting() -> bool:
 def unavailable() -> str | None:
     """Why Triton kernels cannot run on this machine, or None."""
     if find_spec("triton") is None:
-        return "Triton is not installed: pip install 'penstock[triton]'"
+        return f"Triton is not installed: {installing('triton')}"
     if interpreting() or torch.cuda.is_available() or _stand_in is not None:
         return None
     return "torch sees no GPU here (for Triton's interpreter set TRITON_INTERPRET=1 before Python starts)"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, installing
 from ..gpu.target import interpreting
 from .workers import Failure, side_by_side
 
@@ -79,7 +79,7 @@ def check_compiler(function: str) -> None:
     try:
         import_module("triton")
     except ImportError:
-        complaints.add(RangeError, "triton", "installed", "nothing", "Run pip install 'penstock[triton]'.")
+        complaints.add(RangeError, "triton", "installed", "nothing", f"Run {installing('triton')}.")
     complaints.raise_any()
 
 

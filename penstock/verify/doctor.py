@@ -15,6 +15,7 @@ import torch
 
 from ..call.dispatch import Explanation
 from ..call.families import Registered, families
+from ..errors import DISTRIBUTION
 from ..explain import explain
 from ..tokens.shape import Shape
 from .inputs import inputs
@@ -50,11 +51,6 @@ class Extra:
     name: str
     missing: tuple[str, ...]
     """Packages that are not installed."""
-
-    @property
-    def remedy(self) -> str:
-        """The line that installs them."""
-        return f"pip install 'penstock[{self.name}]'"
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def _compiler() -> str | None:
 
 def _extras() -> Iterable[Extra]:
     try:
-        lines = requires("penstock") or []
+        lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return
     listed: dict[str, list[str]] = {}
@@ -157,7 +153,7 @@ def _packages(extra: str, listed: dict[str, list[str]]) -> set[str]:
     for line in listed.get(extra, ()):
         match = re.match(r"([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?", line.strip())
         assert match is not None
-        if match[1] == "penstock":
+        if match[1] == DISTRIBUTION:
             found |= {one for part in match[2].split(",") for one in _packages(part.strip(), listed)}
         else:
             found.add(match[1])

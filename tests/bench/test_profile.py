@@ -21,7 +21,7 @@ from penstock.bench.profile import MODES, candidates, hidden, profiled
 from penstock.bench.record import Record
 from penstock.bench.trace import ON_GPU, WAIT, WARM_UP, read, record
 from penstock.cli import main
-from penstock.errors import MissingExtra
+from penstock.errors import MissingExtra, installing
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 from penstock.tokens.shape import Shape
@@ -322,7 +322,7 @@ def test_without_matplotlib_only_the_picture_is_missing(run, monkeypatch, tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("gla", *TINY, "--impl", "chunkwise", "--device", "cpu", "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert "pip install 'penstock[plot]'" in done.output
+    assert installing("plot") in done.output
     assert one(tmp_path / "chunkwise").exists()
     with pytest.raises(MissingExtra):
         plot_profile(None, tmp_path / "a.png")

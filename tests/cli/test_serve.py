@@ -14,6 +14,7 @@ from live_server import process, running, save_checkpoint, small_model
 from typer.testing import CliRunner
 
 from penstock.cli import main
+from penstock.errors import installing
 
 
 def run(*words):
@@ -128,7 +129,7 @@ def test_replicas_without_ray_name_the_extra(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = run("serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0", "--replicas", "2")
     assert done.exit_code == 2
-    assert "serve: ray[serve] must be installed, got none. Run pip install 'penstock[ray]'." in " ".join(done.output.split())
+    assert f"serve: ray[serve] must be installed, got none. Run {installing('ray')}." in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

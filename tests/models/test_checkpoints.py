@@ -149,7 +149,7 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("safetensors", "safetensors.torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     save(load(file), tmp_path / "again.pth", "blinkdl")
-    with pytest.raises(MissingExtra, match=r"load: safetensors must be installed, got none. Run pip install 'penstock\[models\]'"):
+    with pytest.raises(MissingExtra, match=r"load: safetensors must be installed, got none. Run pip install -e '\.\[models\]'"):
         load(folder)
     with pytest.raises(MissingExtra, match="save: safetensors and numpy must be installed"):
         save(load(file), tmp_path / "ours")
@@ -160,5 +160,5 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         save(load(file), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     monkeypatch.delitem(sys.modules, "penstock.models.huggingface", raising=False)
-    with pytest.raises(MissingExtra, match=r"transformers must be installed, got none. Run pip install 'penstock\[transformers\]'"):
+    with pytest.raises(MissingExtra, match=r"transformers must be installed, got none. Run pip install -e '\.\[transformers\]'"):
         importlib.import_module("penstock.models.huggingface")

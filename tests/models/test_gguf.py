@@ -95,5 +95,5 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RangeError, match=r"state must be a checkpoint, got .*a GGUF file"):
         load(path, state=path)
     monkeypatch.setitem(sys.modules, gguf.__name__, None)
-    with pytest.raises(MissingExtra, match=r"load: gguf must be installed, got none. Run pip install 'penstock\[gguf\]'"):
+    with pytest.raises(MissingExtra, match=r"load: gguf must be installed, got none. Run pip install -e '\.\[gguf\]'"):
         load(path)

@@ -299,7 +299,7 @@ def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
 )
 def test_a_missing_package_names_its_extra(monkeypatch, module, make, extra):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install 'penstock\[models\]'"):
+    with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install -e '\.\[models\]'"):
         make()
 
 

@@ -274,7 +274,7 @@ def test_traces_need_an_endpoint_and_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     for endpoint in (None, "http://127.0.0.1:9"):
-        with pytest.raises(MissingExtra, match=r"opentelemetry-sdk and .* must be installed, got none. Run pip install 'penstock\[otel\]'"):
+        with pytest.raises(MissingExtra, match=r"opentelemetry-sdk and .* must be installed, got none. Run pip install -e '\.\[otel\]'"):
             Tracing.configured(endpoint)
 
 

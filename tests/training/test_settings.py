@@ -125,7 +125,7 @@ def test_values_that_yaml_cannot_read_and_keys_given_twice(text, message, tmp_pa
 
 def test_without_yaml_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(MissingExtra, match=r"train: pyyaml must be installed, got none\. Run pip install 'penstock\[transformers\]'"):
+    with pytest.raises(MissingExtra, match=r"train: pyyaml must be installed, got none\. Run pip install -e '\.\[transformers\]'"):
         read(tmp_path / "a.yaml")
 
 

@@ -1,13 +1,16 @@
 """``penstock doctor``: what it finds on a machine, and what it prints."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.call.families import families
 from penstock.cli import main
+from penstock.errors import DISTRIBUTION
 from penstock.verify import doctor
 from penstock.verify.doctor import Diagnosis, Extra
 
@@ -42,7 +45,12 @@ def test_missing_packages_and_the_line_that_installs_them(monkeypatch):
     monkeypatch.setattr(doctor, "installed", lambda name: "1.0" if name == "small" else None)
     extras = tuple(doctor._extras())
     assert extras == (Extra("all", ("large",)), Extra("one", ()), Extra("two", ("large",)))
-    assert extras[2].remedy == "pip install 'penstock[two]'"
+
+
+def test_the_name_of_the_distribution_is_that_of_the_project():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'\nname = "{DISTRIBUTION}"\n' in project
+    assert set(re.findall(r'"([a-z]+)\[[a-z,]+\]"', project)) == {DISTRIBUTION}
 
 
 def test_text_and_json(monkeypatch, found):
@@ -50,7 +58,7 @@ def test_text_and_json(monkeypatch, found):
     monkeypatch.setattr(Diagnosis, "here", staticmethod(lambda: other))
     text, content = (CliRunner().invoke(main, ["doctor", *words]) for words in ([], ["--json"]))
     assert (text.exit_code, content.exit_code) == (0, 0)
-    assert "  plot: without matplotlib: pip install 'penstock[plot]'\n  models: complete\n" in text.output
+    assert "  plot: without matplotlib\n  models: complete\n  To install one: pip install -e '.[EXTRA]' in a checkout, or" in text.output
     assert "C compiler: not found. Triton needs one" in text.output
     assert text.output.endswith(other.paragraph + "\n")
     read = json.loads(content.output)
