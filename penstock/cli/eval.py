@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..errors import Complaints, RangeError
 from ..files import read_text
+from ..layers.quantization import KINDS
 from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
 from ..training.mqar import Recall
@@ -24,11 +25,13 @@ from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, check_seconds, check_seed, use_cores
 from .outputs import check_outputs
 
+NONE = "none"
+"""The name of unquantized weights."""
 _LEARNING = ("architecture", "hidden_size", "num_layers", "seconds", "enough", "seed")
 OF_TASK = {
     "mqar": ("pairs", "length", "vocab_size", *_LEARNING),
     "reversal": ("digits", *_LEARNING),
-    "perplexity": ("model", "text", "window", "tokenizer", "dtype", "download"),
+    "perplexity": ("model", "text", "window", "tokenizer", "dtype", "quantize", "download"),
 }
 """The options of each task that others may not have."""
 
@@ -45,6 +48,10 @@ def evaluate(
         Path | None, typer.Option(metavar="PATH", help="perplexity: a tokenizer.json. Default: found with the model.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="perplexity: dtype of the weights.")] = "float32",
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="perplexity: weights of 8 or 4 bits, int8 or int4; none. Several, to compare: give it again."),
+    ] = None,
     architecture: Annotated[str, typer.Option(help="mqar, reversal: a name of penstock.models.")] = "gla",
     pairs: Annotated[int, typer.Option(help="mqar: pairs, and queries.")] = 8,
     length: Annotated[int, typer.Option(help="mqar: tokens of a sequence.")] = 64,
@@ -79,6 +86,7 @@ def evaluate(
     _check_belonging(complaints, context, task)
     check_device(complaints, device)
     check_names(complaints, "dtype", [dtype], DTYPES)
+    check_names(complaints, "quantize", quantize or (), (NONE, *KINDS))
     check_names(complaints, "architecture", [architecture], sorted(ARCHITECTURES))
     check_seconds(complaints, seconds)
     check_seed(complaints, seed)
@@ -91,7 +99,7 @@ def evaluate(
     place = checkpoint("eval", "model", model, download) if model is not None else Path()
     machine = use_cores(context, threads, device)
     if task == "perplexity":
-        found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device)}
+        found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device, quantize or [NONE])}
     else:
         drawn: Recall | Reversal = Recall(pairs, length, vocab_size) if task == "mqar" else Reversal(digits)
         drawn.check()
@@ -128,10 +136,21 @@ def _learned(
     return {**sizes, "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
 
 
-def _perplexity(model: Path, text: str, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
-    coder = load_tokenizer(tokenizer or model)
-    found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, text, window)
-    typer.echo(f"{found.nats_per_byte:.4f} nats a byte, {found.nats_per_token:.4f} nats a token, perplexity {found.perplexity:.3f}")
-    typer.echo(f"{found.tokens:,} tokens of {found.bytes:,} bytes")
-    means = {name: getattr(found, name) for name in ("nats_per_byte", "nats_per_token", "perplexity")}
-    return {"model": str(model), "window": window, "dtype": dtype, **found._asdict(), **means}
+def _perplexity(
+    model: Path, text: str, window: int, tokenizer: Path | None, dtype: str, device: str, kinds: list[str]
+) -> dict[str, Any]:  # fmt: skip
+    """The numbers of a checkpoint with each of these kinds of weights, the first ones also on their own."""
+    coder, found = load_tokenizer(tokenizer or model), {}
+    for kind in dict.fromkeys(kinds):
+        weights = load(model, dtype=DTYPES[dtype], device=device, quantize=None if kind == NONE else kind)  # type: ignore[arg-type]
+        one = perplexity(weights, coder, text, window)
+        del weights
+        title = "" if kind == NONE else f"{kind}: "
+        typer.echo(f"{title}{one.nats_per_byte:.4f} nats a byte, {one.nats_per_token:.4f} nats a token, perplexity {one.perplexity:.3f}")
+        found[kind] = {**one._asdict(), **{name: getattr(one, name) for name in ("nats_per_byte", "nats_per_token", "perplexity")}}
+    first, *others = found
+    for kind in others:
+        change = 100 * (found[kind]["perplexity"] / found[first]["perplexity"] - 1)
+        typer.echo(f"perplexity of {kind}: {change:+.3f} % of that of {first}")
+    typer.echo(f"{found[first]['tokens']:,} tokens of {found[first]['bytes']:,} bytes")
+    return {"model": str(model), "window": window, "dtype": dtype, **found[first], "quantize": found}

@@ -11,12 +11,13 @@ import typer
 
 from ..errors import Complaints, RangeError
 from ..files import read_text
+from ..layers.quantization import KINDS
 from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
 from .download import Download, checkpoint
-from .options import DTYPES, State, Threads, check_device, check_names, check_seed, use_cores
+from .options import DTYPES, Quantize, State, Threads, check_device, check_names, check_seed, use_cores
 
 INTERRUPTED = 130
 """The exit code that shells give to a program that ends by Ctrl-C."""
@@ -39,6 +40,7 @@ def generate(
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
     state: State = None,
+    quantize: Quantize = None,
     threads: Threads = None,
     download: Download = False,
 ) -> None:
@@ -60,13 +62,16 @@ def generate(
         check_seed(complaints, seed)
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
+    if quantize is not None:
+        check_names(complaints, "quantize", [quantize], KINDS)
     complaints.raise_any()
     text = prompt if prompt is not None else read_text(prompt_file or Path("-"), "generate", "prompt_file")
     model = checkpoint("generate", "model", model, download)
     coder = load_tokenizer(tokenizer or model)
     given = _prompt(text, coder)
     use_cores(context, threads, device)
-    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
+    kind = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    weights = load(model, dtype=kind, device=device, state=state, quantize=quantize)  # type: ignore[arg-type]
     generator = torch.Generator(device)
     if seed is None:
         generator.seed()

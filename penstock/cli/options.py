@@ -22,6 +22,7 @@ from ..errors import Complaints, DeviceError, RangeError
 from ..verify.machine import Machine, using_threads
 
 State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6 or RWKV-7, of RWKV-PEFT.")]
+Quantize = Annotated[str | None, typer.Option(metavar="KIND", help="Weights of 8 or 4 bits: int8 or int4. See docs/models.md.")]
 MAX_THREADS = 1024
 Threads = Annotated[
     int | None,

@@ -19,10 +19,11 @@ import typer
 from ..bench.serving.client import KEY_VARIABLE
 from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
+from ..layers.quantization import KINDS
 from ..models import load
 from ..models.tokenizers import load_tokenizer
 from .download import Download, checkpoint
-from .options import DTYPES, Threads, check_device, check_names, use_cores
+from .options import DTYPES, Quantize, Threads, check_device, check_names, use_cores
 from .tunings import alphas, read, split
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def serve(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the weights. Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    quantize: Quantize = None,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
@@ -145,6 +147,8 @@ def serve(
         check_device(complaints, device)
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
+    if quantize is not None:
+        check_names(complaints, "quantize", [quantize], KINDS)
     check_names(complaints, "log_format", [log_format], ("text", "json"))
     if api_key_file is not None and api_key is not None:
         complaints.add(RangeError, "api_key", "absent with api_key_file", "both", "Write the key into the file.")
@@ -181,7 +185,7 @@ def serve(
     make = partial(
         make_service, model=model, download=download, name=name, tokenizer=tokenizer, chat_template=chat_template,
         tool_parser=tool_parser, reasoning_parser=reasoning_parser, dtype=dtype, device=device, own_state=own_state, states=states,
-        adapters=adapters, alpha=alpha, limits=limits,
+        adapters=adapters, alpha=alpha, limits=limits, quantize=quantize,
         settings={
             "slots": slots, "token_budget": token_budget, "prompt_budget": prompt_budget, "cache_bytes": cache * MEBIBYTE,
             "host_cache_bytes": host_cache * MEBIBYTE, "max_queue": max_queue, "batch_invariant": batch_invariant,
@@ -217,7 +221,7 @@ def make_service(
     *, model: Path, download: bool, name: str | None, tokenizer: Path | None, chat_template: Path | None, tool_parser: str | None,
     reasoning_parser: str | None, dtype: str | None, device: str, own_state: str | None, states: dict[str, str],
     adapters: dict[str, str], alpha: dict[str, float], limits: Limits, settings: dict[str, Any], states_folder: Path | None,
-    cores: Callable[[], object], folder: Path | None = None,
+    cores: Callable[[], object], quantize: str | None = None, folder: Path | None = None,
 ) -> Service:  # fmt: skip
     """The service of one process, ready for requests; or of a replica, which finds files below ``folder``. ``cores`` sets the threads."""
     from ..server.memory import keep_flat
@@ -233,7 +237,8 @@ def make_service(
     coder = load_tokenizer(tokenizer or model)
     cores()
     template = find_template(model, coder, chat_template, tool_parser, reasoning_parser)
-    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=own_state)
+    kind = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    weights = load(model, dtype=kind, device=device, state=own_state, quantize=quantize)  # type: ignore[arg-type]
     engine = Engine(weights.eval(), coder, **settings, **read(model, states, adapters, alpha))
     engine.warm_up()
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)

@@ -14,8 +14,10 @@ from typing import Any
 from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
 from ..layers.adapted import Factors
 from ..layers.as_written import hooked
+from ..layers.quantization import Kind
 from ..layers.sizes import check_whole
 from ..models import CausalLM, State
+from ..models import quantize as quantized
 from .arguments import check_model, check_request, checked_request
 from .graphs import StepGraphs
 from .invariance import smallest_block
@@ -92,6 +94,9 @@ class Engine:
         ``down`` [r,in] and ``up`` [out,r] of W + up down. With R the sum of the ranks of all adapters of a map, each token computes R (in +
         out) more products in this map, even without an adapter, so that its bits do not depend on the adapters of others. Such maps are
         not fused with other operations.
+    quantize : "int8" or "int4", optional
+        The engine runs ``models.quantize(model, quantize)``, whose large weights are copies in 8 or 4 bits; ``models.load(quantize=...)``
+        reads a model without the others.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -104,9 +109,10 @@ class Engine:
         self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int | None = None,
         cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None, states: Mapping[str, State] | None = None,
-        adapters: Mapping[str, Factors] | None = None,
+        adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
+        model = model if quantize is None else quantized(model, quantize)
         states, adapters = {} if states is None else states, {} if adapters is None else adapters
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..layers.modes import rows_alike
+from ..layers.quantized import QuantizedLinear
 from ..models import CausalLM
 from ..models.arguments import named_tensors
 
@@ -47,6 +48,8 @@ def _in_vectors(model: CausalLM, block: int) -> bool:
     """Whether the tensors of a block of tokens in layers consist of whole vectors: probes rarely detect different bits of last elements."""
     layers = [x for name, x in model.named_parameters() if name not in ("embeddings.weight", "head.weight")]
     widths = {x.shape[-1] for x in layers} | {x.shape[0] for x in layers if x.dim() == 2}
+    for one in model.layers.modules():
+        widths |= {one.in_features, one.out_features} if isinstance(one, QuantizedLinear) else set()
     return all(block * width % VECTOR == 0 for width in widths)
 
 

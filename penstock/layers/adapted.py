@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError, ShapeError
 from .as_written import altered
 from .linear import Linear, linear
+from .quantized import QuantizedLinear
 
 NONE = -1
 """The number that stands for no adapter."""
@@ -44,22 +46,26 @@ def chosen(tokens: Tensor, rows: Tensor | None = None) -> Iterator[None]:
         _chosen.reset(before)
 
 
+Map = nn.Linear | QuantizedLinear
+
+
 class Adapted(Linear):
-    """A linear map with its stacked adapters. It shares the weight of the map. Outside of ``chosen``, no adapter is used."""
+    """A linear map with its stacked adapters, which shares the map's weight, quantized or not. Outside of ``chosen``, it uses none."""
 
     down: Tensor
     up: Tensor
     owner: Tensor
 
-    def __init__(self, one: nn.Linear, parts: list[tuple[int, Tensor, Tensor]], head: bool) -> None:
+    def __init__(self, one: Map, parts: list[tuple[int, Tensor, Tensor]], head: bool) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(one.__dict__)  # the dicts of its parameters and hooks are shared
-        self._buffers, self._non_persistent_buffers_set = {}, set()
-        like, self._head = one.weight, int(head)
+        self._buffers, self._non_persistent_buffers_set = dict(one._buffers), set()
+        like, self._head = one.scales.to(one.dtype) if isinstance(one, QuantizedLinear) else one.weight, int(head)
+        self._map: Any = QuantizedLinear.forward if isinstance(one, QuantizedLinear) else Linear.forward
         ranks = [len(down) for _, down, _ in parts]
         rest = -sum(ranks) % MULTIPLE
-        down = torch.cat([down.to(like) for _, down, _ in parts] + [like.new_zeros(rest, like.shape[1])])
-        up = torch.cat([up.to(like) for _, _, up in parts] + [like.new_zeros(like.shape[0], rest)], 1)
+        down = torch.cat([down.to(like) for _, down, _ in parts] + [like.new_zeros(rest, one.in_features)])
+        up = torch.cat([up.to(like) for _, _, up in parts] + [like.new_zeros(one.out_features, rest)], 1)
         owners = [number for (number, _, _), rank in zip(parts, ranks) for _ in range(rank)] + [NONE - 1] * rest
         owner = torch.tensor(owners, device=like.device)
         for name, x in (("down", down), ("up", up.contiguous()), ("owner", owner)):
@@ -67,7 +73,8 @@ class Adapted(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,in] to [...,out]."""
-        y, given = linear(x, self.weight, self.bias), _chosen.get()
+        y: Tensor = self._map(self, x)
+        given = _chosen.get()
         if given is None:
             return y
         own = given[self._head].view(*x.shape[:-1], 1) == self.owner
@@ -83,27 +90,27 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
     Raises RangeError or ShapeError for an adapter of anything but a linear map of the model, or of other sizes.
     """
     complaints, maps = Complaints("adapted"), dict(model.named_modules(remove_duplicate=False))
-    parts: dict[nn.Linear, list[tuple[int, Tensor, Tensor]]] = {}
+    parts: dict[Map, list[tuple[int, Tensor, Tensor]]] = {}
     heads = {maps[head]}
     for number, (adapter, factors) in enumerate(adapters.items()):
         for name, (down, up) in factors.items():
             one = maps.get(name.removesuffix(".weight"))
-            if not isinstance(one, nn.Linear) or (type(one) is not nn.Linear and altered(one, Linear)):
+            if not isinstance(one, Map) or (type(one) is not nn.Linear and altered(one, Linear, QuantizedLinear)):
                 remedy = "Merge it: penstock convert --adapter."
                 complaints.add(RangeError, "adapter", "one of linear maps, to be chosen by requests", f"{name} in {adapter!r}", remedy)
-            elif down.shape[1:] != one.weight.shape[1:] or up.shape[:1] != one.weight.shape[:1] or down.shape[0] != up.shape[1]:
-                rule = f"one whose factors of {name} fit {list(one.weight.shape)}"
+            elif [*up.shape[:1], *down.shape[1:]] != (sizes := [one.out_features, one.in_features]) or down.shape[0] != up.shape[1]:
+                rule = f"one whose factors of {name} fit {sizes}"
                 complaints.add(ShapeError, "adapter", rule, f"{list(down.shape)} and {list(up.shape)} in {adapter!r}")
             elif len(down):
                 parts.setdefault(one, []).append((number, down, up))
     complaints.raise_any()
     known: dict[nn.Module, nn.Module] = {one: Adapted(one, some, one in heads) for one, some in parts.items()}
-    return _shared(model, known)
+    return sharing(model, known)
 
 
-def _shared(one: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+def sharing(one: nn.Module, known: dict[Any, nn.Module]) -> nn.Module:
     """A module that shares the dicts of another one, except the dict of children: these are ``known`` or made in the same way."""
     if one not in known:
         known[one] = new = copy.copy(one)
-        new._modules = {name: None if child is None else _shared(child, known) for name, child in one._modules.items()}
+        new._modules = {name: None if child is None else sharing(child, known) for name, child in one._modules.items()}
     return known[one]

@@ -22,6 +22,8 @@ from .chains import Chain, ChainForm, plain
 from .cpu import linear as native
 from .examples import HALF, Draw, examples
 from .modes import MODE, PLAIN, Mode, in_graph, mode, refuses_graph, rows_alike, zeros
+from .quantization import Kind
+from .quantized import QuantizedLinear, computed_together, drawn, of_kinds, refuses_together
 from .triton import elsewhere, launching, refusal
 
 OUTSIDE = "the call is neither in a CUDA graph nor inside rows_alike: torch is as fast"
@@ -138,7 +140,7 @@ def _not_native(device: torch.device) -> str | None:
     """Why a device has no native kernel, or None."""
     if device.type != "cpu":
         return f"its tensors are on {device.type}, it works on a CPU"
-    return None if native.AVAILABLE else unavailable("linear")
+    return None if native.AVAILABLE else unavailable("product")
 
 
 def _by_native(c: _Linear) -> Tensor:
@@ -303,21 +305,34 @@ def products_kernels(c: Linears) -> tuple[str, ...]:
 
 def _linears_formula(c: Linears) -> list[Tensor]:
     """The linear maps one by one."""
-    first, *others = [F.linear(x, *_weights(one)) for x, one in zip(c.inputs, c.maps)]
+    first, *others = [one(x) if isinstance(one, QuantizedLinear) else F.linear(x, *_weights(one)) for x, one in zip(c.inputs, c.maps)]
     first = torch.relu(first).square() if c.relu_squared else first
     return [first if c.gate is None else first * torch.sigmoid(c.gate), *others]
+
+
+def called_alone(one: Tensor | nn.Module, x: Tensor) -> Tensor:
+    """The result of one linear map, or of a weight."""
+    y: Tensor = linear(x, one) if isinstance(one, Tensor) else one(x)
+    return y
 
 
 def _weights(one: Tensor | nn.Module) -> list[Any]:
     return [one] if isinstance(one, Tensor) else [one.weight, one.bias]
 
 
-def _draw_linears(draw: Draw, gated: bool = False) -> Linears:
+def _draw_linears(draw: Draw, gated: bool = False, kind: Kind | None = None) -> Linears:
     N, K = draw.size(24, 2048), draw.size(40, 2048)
     counts = (N,) if gated else (N, draw.size(8, 512), draw.size(33, 512))
     inputs = tuple(draw(f"x {n}", 1, 3, K) for n in range(len(counts)))
-    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate(counts))
+    maps = tuple(drawn_map(draw, f"map {n}", count, K, kind) for n, count in enumerate(counts))
     return Linears(inputs, maps, draw("gate", 1, 3, N) if gated else None, not gated)
+
+
+def drawn_map(draw: Draw, name: str, outputs: int, inputs: int, kind: Kind | None) -> nn.Module:
+    """A linear map of an example, quantized or not."""
+    if kind is None:
+        return draw.module(name, Linear(inputs, outputs, bias=False), 0.2)
+    return QuantizedLinear(drawn(draw, name, outputs, inputs, kind), inputs, draw.dtype)
 
 
 LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
@@ -328,6 +343,11 @@ LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
             *examples(_draw_linears, *HALF, gradients=False, within=in_graph),
             *examples(partial(_draw_linears, gated=True), *HALF, gradients=False, within=in_graph),
         ),
+    ),
+    ChainForm(
+        "quantized", lambda c: computed_together(c.inputs, c.maps, called_alone, c.gate, c.relu_squared),
+        lambda c: refuses_together(c.inputs, c.maps, c.gate, c.relu_squared), lambda c: ("penstock_quantized_products",),
+        (*of_kinds(_draw_linears, *HALF, within=in_graph), *of_kinds(partial(_draw_linears, gated=True), *HALF, within=rows_alike)),
     ),
     plain("parts", lambda c: None),
     formula=_linears_formula,

@@ -14,11 +14,11 @@ from ..call.autocast import no_autocast
 from .chains import Chain, ChainForm, plain
 from .examples import HALF, Draw, examples
 from .linear import (
-    Linear,
     Linears,
     as_products,
     called,
-    linear,
+    called_alone,
+    drawn_map,
     plain_weights,
     product_dtype,
     products,
@@ -26,6 +26,8 @@ from .linear import (
     refuses_products,
 )
 from .modes import in_graph
+from .quantization import Kind
+from .quantized import computed_together, of_kinds, refuses_together
 
 
 def linears_of(x: Tensor, maps: Sequence[Tensor | nn.Module]) -> list[Tensor]:
@@ -61,10 +63,10 @@ def _shared_input(c: _LinearsOf) -> list[Tensor]:
     return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
 
 
-def _draw(draw: Draw) -> _LinearsOf:
-    K, (first, second, third) = draw.size(40, 2048), (draw.size(24, 2048), draw.size(8, 512), draw.size(33, 512))
-    maps = tuple(draw.module(f"map {n}", Linear(K, count, bias=False), 0.2) for n, count in enumerate((first, second)))
-    return _LinearsOf(draw("x", 1, 3, K), (*maps, draw.learned("weight", third, K, scale=0.2)))
+def _draw(draw: Draw, kind: Kind | None = None) -> _LinearsOf:
+    K, outputs = draw.size(40, 2048), (draw.size(24, 2048), draw.size(8, 512), draw.size(33, 512))
+    maps = tuple(drawn_map(draw, f"map {n}", count, K, kind) for n, count in enumerate(outputs))
+    return _LinearsOf(draw("x", 1, 3, K), (*maps, draw.learned("weight", 3, K, scale=0.2)))
 
 
 LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
@@ -73,8 +75,12 @@ LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
         "products", lambda c: products(c.each), lambda c: refuses_products(c.each), lambda c: products_kernels(c.each),
         examples(_draw, *HALF, gradients=False, within=in_graph),
     ),
+    ChainForm(
+        "quantized", lambda c: computed_together(c.each.inputs, c.maps, called_alone), lambda c: refuses_together(c.each.inputs, c.maps),
+        lambda c: ("penstock_quantized_products",), of_kinds(_draw, *HALF, within=in_graph),
+    ),
     plain("shared_input", _shared_input, _refuses_shared_input, examples(_draw)),
-    plain("modules", lambda c: [linear(c.x, one) if isinstance(one, Tensor) else one(c.x) for one in c.maps]),
+    plain("modules", lambda c: [called_alone(one, c.x) for one in c.maps]),
 )  # fmt: skip
 
 

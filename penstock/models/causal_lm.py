@@ -76,7 +76,7 @@ class CausalLM(Backbone):
 
     def tie(self) -> None:
         """Tie the head's weight to that of the embeddings, if so configured."""
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and isinstance(self.head, Linear):
             self.head.weight = self.embeddings.weight
 
     def forward(

@@ -57,6 +57,24 @@ def test_perplexity_is_printed_and_written(tmp_path):
     assert "400 tokens of 400 bytes" in done.output
 
 
+def test_perplexities_of_quantized_weights(tmp_path):
+    """Alone, and compared with those of the checkpoint."""
+    torch.manual_seed(0)
+    save(CausalLM(gla(vocab_size=257, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16)), tmp_path / "model")
+    (tmp_path / "a.txt").write_text("Größe " * 50)
+    words = ["--task", "perplexity", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), "--device", "cpu"]
+    kinds = [word for kind in ("none", "int8", "int4") for word in ("--quantize", kind)]
+    done = run(*words, *kinds, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert list(content["quantize"]) == ["none", "int8", "int4"]
+    assert content["perplexity"] == content["quantize"]["none"]["perplexity"]
+    assert 0 < abs(content["quantize"]["int8"]["nats"] - content["nats"]) < abs(content["quantize"]["int4"]["nats"] - content["nats"])
+    assert "perplexity of int4: " in done.output
+    alone = run(*words, "--quantize", "int8")
+    assert f"int8: {content['quantize']['int8']['nats_per_byte']:.4f} nats a byte" in alone.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -73,6 +91,8 @@ def test_perplexity_is_printed_and_written(tmp_path):
         (["--task", "mqar", "--pairs", "20"], "mqar: length must be an even number of at least 4 * pairs = 80, got 64"),
         (["--task", "mqar", "--seconds", "0"], "eval: seconds must be a finite number above 0"),
         (["--task", "mqar", "--device", "tpu"], "eval: device must be cpu, cuda or cuda:N"),
+        (["--task", "mqar", "--quantize", "int8"], "eval: quantize must be given for perplexity only, got --task mqar"),
+        (["--task", "perplexity", "--quantize", "int2"], "eval: quantize must be one of none, int8, int4, got 'int2'"),
         (["--task", "mqar", "--json", "."], "eval: --json must be a file that can be written"),
     ],
 )

@@ -55,6 +55,15 @@ def test_tuned_states(saved, model, tmp_path):
     assert done.stdout == coder.decode(tokens) + "\n"
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_weights(saved, kind):
+    rest = ["--model", saved, "--prompt", "Hallo", "--tokens", "20", "--temperature", "0", "--device", "cpu"]
+    coder = Bytes(load(saved).config.vocab_size)
+    tokens = list(stream(load(saved, quantize=kind), coder.encode("Hallo"), 20, temperature=0, end=coder.end_of_text))
+    assert run(*rest, "--quantize", kind).stdout == coder.decode(tokens) + "\n"
+    assert "generate: quantize must be one of int8, int4, got 'int1'" in run(*rest, "--quantize", "int1").output
+
+
 def test_prompts_come_from_files_and_standard_input(saved, tmp_path):
     (tmp_path / "prompt.txt").write_text("Grüße\n")
     rest = ["--model", saved, "--max-tokens", "9", "--temperature", "0", "--device", "cpu"]

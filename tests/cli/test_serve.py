@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def served(checkpoint):
-    with process(checkpoint, "--slots", "4", "--api-key", "secret") as served:
+    with process(checkpoint, "--slots", "4", "--api-key", "secret", "--quantize", "int8") as served:
         yield served
 
 
@@ -103,6 +103,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--host", "no.such.host.invalid"], "host and port must be free on this machine"),
         (["--device", "none"], "device must be"),
         (["--dtype", "int8"], "dtype must be"),
+        (["--quantize", "fp8"], "quantize must be one of int8, int4, got 'fp8'"),
         (["--api-key", ""], "api_key must be at least one character"),
         (["--allow-origin", "localhost:5173"], "allow_origin must be an origin such as https://example.org"),
         (["--allow-host", "example.org:80"], "allow_host must be a name such as example.org"),

@@ -11,7 +11,7 @@ from penstock.call.implementation import Upstream
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the results of all operations: in total, and the most at a time."""
+    """Counts the bytes of the results of all operations that have memory: in total, and the most at a time."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,7 @@ class Allocations(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         results = func(*args, **kwargs or {})
         for x in tree_leaves(results):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in given:
+            if isinstance(x, torch.Tensor) and not x.is_meta and (storage := x.untyped_storage())._cdata not in given:
                 self._count(storage.nbytes())
                 weakref.finalize(storage, self._count, -storage.nbytes())
         return results

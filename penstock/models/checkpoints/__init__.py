@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
+from ...layers.quantization import Kind
 from ...layers.registry import is_registered
 from ...layers.sizes import check_number, check_whole
 from ..causal_lm import CausalLM, State
+from ..quantizing import check_kind, quantized_kinds
 from .archive import Archive
 from .beside import Beside, PathLike, factors, refuse_alone, tuned_state
 from .fla import FLA
@@ -33,6 +35,7 @@ __all__ = ["FORMATS", "NAMES", "load", "load_adapter", "load_headless", "load_tu
 def load(
     path: PathLike, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, state: PathLike | None = None,
     adapter: PathLike | None = None, adapter_alpha: float | None = None, adapter_init: PathLike | None = None,
+    quantize: Kind | None = None,
 ) -> CausalLM:  # fmt: skip
     """Load a model; the format and the sizes are read from the files.
 
@@ -54,6 +57,8 @@ def load(
         ``lora_alpha`` with which a LoRA of RWKV-PEFT was trained, because its files do not contain it.
     adapter_init : str or Path, optional
         ``init_pissa.pth`` of RWKV-PEFT. With it, the adapter is a PiSSA.
+    quantize : "int8" or "int4", optional
+        Large weights get 8 or 4 bits, each before the next one is read: see ``penstock.models.quantize``.
 
     Returns the model in evaluation mode. Code in files is never run. Raises RangeError, ShapeError, DtypeError or InvalidArgument with
     all missing, unknown and misshapen tensors, and MissingExtra if a package is missing.
@@ -78,13 +83,15 @@ def load(
             _check_path(complaints, value, argument)
     if adapter_alpha is not None:
         check_number(complaints, "adapter_alpha", adapter_alpha)
+    if quantize is not None:
+        check_kind(complaints, "quantize", quantize)
     if adapter is None and (adapter_alpha is not None or adapter_init is not None):
         complaints.add(RangeError, "adapter", "given with adapter_alpha or adapter_init", "None")
     complaints.raise_any()
     archive, form = recognised(Archive(Path(path)))
     beside = Beside(state, adapter, adapter_alpha, adapter_init)
     edit = None if beside == Beside() else beside.edit
-    return read(archive, form, dtype, None if device is None else torch.device(device), edit)
+    return read(archive, form, dtype, None if device is None else torch.device(device), edit, quantize=quantize)
 
 
 def load_adapter(path: PathLike, base: PathLike, *, adapter_alpha: float | None = None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -220,6 +227,9 @@ def save(
     elif any(hasattr(x, "device_mesh") for x in model.state_dict().values()):
         remedy = "Gather them by torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
         complaints.add(DeviceError, "model", "one with whole weights", "weights sharded over several ranks", remedy)
+    elif kinds := quantized_kinds(model):
+        value = f"weights of {', '.join(kinds)}"
+        complaints.add(RangeError, "model", "one with unquantized weights", value, "Save the model from which it was made.")
     else:
         _check_weights(complaints, model)
         for mixer in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):

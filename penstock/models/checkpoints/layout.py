@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, DtypeError, InvalidArgument, RangeError, ShapeError, described
+from ...layers.quantization import Kind
 from ..causal_lm import CausalLM
 from ..config import Config
+from ..quantizing import Quantizing
 from .archive import DAMAGED, Archive, is_counter
 from .names import unwrapped
 
@@ -88,11 +90,12 @@ Edits = Mapping[str, Callable[[Tensor | None], Tensor]]
 
 def read(
     archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None,
-    edit: Callable[[Config, list[Row]], tuple[Config, Edits]] | None = None, head: bool = True,
+    edit: Callable[[Config, list[Row]], tuple[Config, Edits]] | None = None, head: bool = True, quantize: Kind | None = None,
 ) -> CausalLM:  # fmt: skip
     """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor.
 
-    ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, a missing head stays on the meta device.
+    ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, a missing head stays on the meta device. With
+    ``quantize``, each weight is quantized before the next one is read.
     """
     config, model = _built(archive, form)
     rows = form.rows(config, archive)
@@ -109,17 +112,24 @@ def read(
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     weights: dict[str, Tensor] = {}
     addresses: set[int] = set()
+    quantizing = None if quantize is None else Quantizing(model, quantize)
     for row in rows:
         for name, stored in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
             x = stored.reshape(shapes[name])
             x = edits[name](x) if name in edits else x
             x = x.to(dtype=dtype or stored.dtype, device=device).contiguous()
+            if quantizing is not None and name in quantizing.maps:
+                weights |= quantizing(name, x)
+                continue
             weights[name] = x.clone() if x.data_ptr() in addresses else x  # files of torch may store two as one
             addresses.add(x.data_ptr())
     for name in edits.keys() - weights.keys():
         weights[name] = edits[name](None).to(dtype=dtype or weights["embeddings.weight"].dtype, device=device).contiguous()
     if config.tie_embeddings:
-        weights[HEAD] = weights["embeddings.weight"]
+        weights |= quantizing(HEAD, weights["embeddings.weight"]) if quantizing else {HEAD: weights["embeddings.weight"]}
+    if quantizing is not None:
+        model = quantizing.model
+        quantizing.finish(weights["embeddings.weight"].dtype)
     model.load_state_dict(weights, assign=True, strict=head)
     model.tie()
     return model.eval()

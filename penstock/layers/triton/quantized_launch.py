@@ -1,0 +1,92 @@
+"""Launches of linear maps with quantized weights. There are no gradients. All tensors are contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gpu.launch import on_device_of
+from ...gpu.target import Target, power
+from ..quantization import GROUP, HALF, Kind, Quantized
+from . import launch, quantized
+
+PARTS = 5
+"""The most linear maps of one launch."""
+
+
+class Tile(NamedTuple):
+    """Sizes of ``penstock_quantized_products``."""
+
+    BN: int
+    """Rows of a weight per program."""
+    BM: int
+    """Rows of x per program."""
+    BK: int
+    """Columns per iteration: of each warp with ``apart``, which ``int4`` takes from its groups; else of all warps together."""
+    stages: int
+    """One more than the blocks of K in flight."""
+    apart: int
+    """4: each warp sums over its own blocks of K. 0: one row of x, without tensor cores."""
+    warps: int
+
+
+def tile_of(rows: int, alike: bool, kind: Kind) -> Tile:
+    """The tile for this number of rows. The results of tiles with ``apart`` are bitwise equal; ``alike`` has no others."""
+    if rows == 1 and not alike:
+        return Tile(4, 1, 2048, 1, 0, 4)
+    if rows <= 32:
+        return Tile(16, power(rows, 8), GROUP, 6 if rows <= 16 else 5, 4, 4)
+    if rows <= 64:
+        return Tile(16, 64, GROUP, 4, 4, 4)
+    return Tile(64 if kind == "int8" else 32, 64, GROUP, 3, 4, 4)  # int4 spills with 64
+
+
+def products(
+    inputs: Sequence[Tensor], weights: Sequence[Quantized], gate: Tensor | None = None, *, relu_squared: bool = False, alike: bool = False,
+    fixed: bool = False, tile: Tile | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """x_i W_i^T of x_i [R,K] and weights [N,K] of one kind, rounded once.
+
+    With ``relu_squared`` the first result y becomes relu(y)^2, with ``gate`` [R,N] y sigmoid(gate). ``alike``: to the bit, a row does not
+    depend on the other rows. ``fixed``: no earlier kernel still writes the weights, so they may be read early.
+    """
+    (R, K), x = inputs[0].shape, inputs[0]
+    tile = tile or tile_of(R, alike, weights[0].kind)
+    rows = [len(one.codes) for one in weights]
+    results = [one.new_empty(R, N) for one, N in zip(inputs, rows)]
+    begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
+    pdl, more = _early(x, weights) if fixed else {}, PARTS - len(weights)
+    BK = min(tile.BK, power(K, GROUP)) if tile.apart == 0 else tile.BK
+    if R:
+        on_device_of(x, quantized.penstock_quantized_products)[begins.pop(), -(-R // tile.BM)](
+            *inputs, *[x] * more, *(one.codes for one in weights), *[weights[0].codes] * more, *(one.scales for one in weights),
+            *[weights[0].scales] * more, *results, *[results[0]] * more, x if gate is None else gate, *rows, *[0] * more, *begins[1:],
+            *[2**31 - 1] * more, R, K=K, PARTS=len(weights), BITS=8 if weights[0].kind == "int8" else 4, HALF=HALF,
+            RELU_SQUARED=relu_squared, GATE=gate is not None, BN=tile.BN, BM=tile.BM, BK=BK, STAGES=_stages(x, tile), APART=tile.apart,
+            WARPS=tile.warps, PDL=bool(pdl), num_warps=tile.warps, **pdl,
+        )  # fmt: skip
+    return results
+
+
+def _early(x: Tensor, weights: Sequence[Quantized]) -> dict[str, object]:
+    """``launch.early``, if all codes are aligned to 16 bytes."""
+    return launch.early(x.device) if all(one.codes.data_ptr() % 16 == 0 for one in weights) else {}
+
+
+def _stages(x: Tensor, tile: Tile) -> int:
+    """The stages of a tile, or as many as fit into shared memory; one fewer than these are there."""
+    size = tile.apart * tile.BK * (tile.BN + tile.BM * x.element_size())
+    return tile.stages if size == 0 else max(2, min(tile.stages, 1 + Target.of(x.device).shared_memory // (size + size // 4)))
+
+
+def dequantize(one: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+    """The weight [N,columns] in this dtype."""
+    y, BK = torch.empty(len(one.codes), columns, dtype=dtype, device=one.codes.device), 2048
+    if y.numel():
+        on_device_of(y, quantized.penstock_dequantize)[len(y), -(-columns // BK)](
+            one.codes, one.scales, y, columns, BITS=8 if one.kind == "int8" else 4, HALF=HALF, BK=BK, num_warps=4
+        )
+    return y
