@@ -116,6 +116,14 @@ def gate_logits(g: Tensor | None, bound: float) -> Tensor:
     return found
 
 
+def gradient_of_decays(x: Inputs, found: dict[str, Tensor], bound: float) -> dict[str, Tensor]:
+    """Gradients by name with that of log decays ``bound * sigmoid(x)`` in place of that of x."""
+    assert x.g is not None
+    logit = gate_logits(x.g, bound).double()
+    slope = bound * torch.sigmoid(logit) * torch.sigmoid(-logit)
+    return found | {"g": (found["g"].double() / slope).to(x.g.dtype)}
+
+
 def _flash_kda(name: str, inputs: Inputs) -> Candidate:
     """FlashKDA: forward, log decays from -5, which it computes as -5 sigmoid(exp(A_log) (x + dt_bias)). It normalises q and k."""
     module, shape, scale = import_module("flash_kda"), inputs.shape, inputs.scale
@@ -175,9 +183,7 @@ def _flash_rwkv(name: str, inputs: Inputs) -> Candidate:
         return output
 
     def gradients(x: Inputs, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert x.g is not None
-        slope = x.g.double() * (1 - x.g.double() / FASTEST)
-        return found | {"g": (found["g"].double() / slope).to(x.g.dtype)}
+        return gradient_of_decays(x, found, FASTEST)
 
     def step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         rows = state.shape[0]

@@ -84,8 +84,8 @@ def write_title(axes: Axes, text: str, below: str, pad: float = 24, at: float = 
 
 
 def plain_name(candidate: str) -> str:
-    """The candidate's name without the part that depends on the shape: the implementation that "auto" ran, or the backend of "sdpa"."""
-    return candidate.partition(" (")[0] if candidate.startswith(("auto (", "sdpa (")) else candidate
+    """The candidate's name without the part that depends on the shape: the implementation that ran, or the backend of "sdpa"."""
+    return candidate.partition(" (")[0] if candidate.startswith(("auto (", "raw (", "sdpa (")) else candidate
 
 
 def colours(candidates: Iterable[str]) -> dict[str, str]:

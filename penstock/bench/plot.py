@@ -183,12 +183,13 @@ def _shared_sizes(panel: list[Measurement]) -> str:
 
 
 def _names(measurements: Sequence[Measurement]) -> dict[str, str]:
-    """Names of the candidates in the picture. "auto" and "sdpa" get the implementation or backend if it is the same everywhere."""
+    """Names of the candidates in the picture, with the implementation or backend that ran if it is the same everywhere."""
     names: dict[str, set[str]] = {}
     for name in (timing.candidate for measurement in measurements for timing in measurement.timings):
         names.setdefault(plain_name(name), set()).add(name)
     shown = {kind: next(iter(full)) if len(full) == 1 else kind for kind, full in names.items()}
-    return {kind: "penstock" + name.removeprefix("auto") if kind == "auto" else name for kind, name in shown.items()}
+    own = {"auto": "penstock", "raw": "penstock, raw"}
+    return {kind: own[kind] + name.removeprefix(kind) if kind in own else name for kind, name in shown.items()}
 
 
 def _timing(measurement: Measurement, kind: str) -> Timing | None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..errors import Complaints, DeviceError
 from ..verify.inputs import Inputs
-from . import clock, fla, trace
+from . import clock, fla, raw, trace
 from .calls import call_of
-from .candidates import IMPLEMENTATION_MODES, Candidate, Mode, ours, problem_of
+from .candidates import IMPLEMENTATION_MODES, Candidate, Mode, problem_of
 from .measure import Measurement, Untimed, measure
 from .peers import PEERS, peer
 
@@ -38,7 +38,7 @@ def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence
         refused |= {name: reason for name in PEERS if name.startswith("fla") and reason is not None}
         named = [name for name in PEERS if name not in refused]
     taken = [peer(name, inputs, mode) for name in dict.fromkeys(named) if name != "none"]
-    taken += [ours(name, inputs, mode) for name in dict.fromkeys(impls)]
+    taken += [raw.own(name, inputs, mode) for name in dict.fromkeys(impls)]
     return taken, [Untimed(name, f"refuses: {reason}", False) for name, reason in refused.items()]
 
 

@@ -68,7 +68,8 @@ def draw(axes: Axes, panel: Sequence[Measurement], names: Mapping[str, str]) -> 
         }
         name = names.get(kind, kind).partition(" (")[0]
         if any(time is not None for time in times):
-            ends.append(_line(axes, times, name, shades[kind], label=kind, marker=marker, markersize=5.5, linewidth=2.2))
+            clock = " (end to end)" if _not_captured(panel, kind) else ""
+            ends.append(_line(axes, times, name + clock, shades[kind], label=kind, marker=marker, markersize=5.5, linewidth=2.2))
         if missing:
             rows.append((kind, name, shades[kind], missing))
     _make_room(axes, min(time for measurement in panel for time in (measurement.floor, *_own_times(measurement))), len(rows))
@@ -76,7 +77,7 @@ def draw(axes: Axes, panel: Sequence[Measurement], names: Mapping[str, str]) -> 
     axes.set_xticks(range(len(panel)), [LABELS[measurement.gates] for measurement in panel], rotation=30, ha="right")
     bound = FASTEST if panel[0].variant == "rwkv7" else BOUND
     axes.set_xlabel(f"log decays, x normal, b = {bound:.3g}", color=INK)
-    axes.set_ylabel("time of one call, milliseconds", color=INK)
+    axes.set_ylabel("time of one call, milliseconds" if panel[0].device == "cpu" else "GPU time of one call, milliseconds", color=INK)
     grid(axes, "y")
     _draw_rows(axes, rows, len(panel))
     _label(axes, ends, len(rows))
@@ -93,6 +94,12 @@ def _line(axes: Axes, times: Sequence[float | None], name: str, colour: str, **s
     axes.plot(range(len(times)), [float("nan") if time is None else time for time in times], color=colour, **style)
     place, time = [(place, time) for place, time in enumerate(times) if time is not None][-1]
     return time, float(place), name, colour
+
+
+def _not_captured(panel: Sequence[Measurement], kind: str) -> bool:
+    """Whether GPU times of a candidate are not known, so that its times end to end are drawn."""
+    timings = (one for measurement in panel for one in measurement.timings if plain_name(one.candidate) == kind)
+    return any(one.gpu is not None and one.gpu.milliseconds is None for one in timings)
 
 
 def _own_times(measurement: Measurement) -> list[float]:

@@ -40,7 +40,8 @@ SUITES = (
         "the delta rule from no decays to the strongest, beside other projects",
         DELTA_GATES,
         ("fwd", "fwdbwd"),
-        peers=("fla", "fla_bounded", "flash_kda", "cudnn", "flash_qla", "flash_rwkv"),
+        ("auto", "raw"),
+        ("fla", "fla_bounded", "flash_kda", "cudnn", "flash_qla", "flash_rwkv"),
         seconds=0.1,
     ),
     Suite(

@@ -13,8 +13,8 @@ import torch
 import typer
 from rich.console import Console
 
-from ..bench import softmax
-from ..bench.candidates import MODES, Mode, ours
+from ..bench import raw, softmax
+from ..bench.candidates import MODES, Mode
 from ..bench.cases import Case, case_named, default_cases
 from ..bench.clock import one_line
 from ..bench.figure import check_plot
@@ -49,7 +49,11 @@ def bench(
     ] = None,
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.", show_default=", ".join(PLAIN.modes))] = None,
     impl: Annotated[
-        list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.", show_default=", ".join(PLAIN.impls))
+        list[str] | None,
+        typer.Option(
+            help="auto, or an implementation; for rwkv7 and kda also raw: auto with raw decays. Repeatable.",
+            show_default=", ".join(PLAIN.impls),
+        ),
     ] = None,
     peers: Annotated[
         list[str] | None,
@@ -208,7 +212,8 @@ def _jobs(
             known = peer_names(case.variant)
             default_peers = [name for name in defaults.peers if name in known] or known[:1]
             chosen = peers or ([] if "none" in defaults.peers else default_peers)
-            jobs.append(Job(case, mode, impls or defaults.impls, [name for name in chosen if name != "none"]))
+            default_impls = [name for name in defaults.impls if name != raw.NAME or name in raw.names(case.variant)]
+            jobs.append(Job(case, mode, impls or default_impls, [name for name in chosen if name != "none"]))
     complaints = Complaints("bench")
     for variant in dict.fromkeys(job.case.variant for job in jobs):
         check_candidates(complaints, variant, impls, peers)
@@ -276,7 +281,7 @@ def _measured(job: Job, options: Options) -> Measurement:
         return softmax.measure(case, mode, options.torch_dtype, options.device, options.seconds, job.impls, job.peers, options.seed)
     given = options.torch_dtype, options.device, options.seed, case.gates, case.groups, case.slots and mode == "decode"
     x = inputs(case.variant, case.shape, *given)
-    candidates = [peer(name, x, mode) for name in job.peers] + [ours(name, x, mode) for name in job.impls]
+    candidates = [peer(name, x, mode) for name in job.peers] + [raw.own(name, x, mode) for name in job.impls]
     return measure(case.name, x, mode, candidates, options.seconds, keep_going=True)
 
 

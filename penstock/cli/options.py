@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..bench import raw
 from ..bench.peers import peer_names
 from ..bench.softmax import FUNCTION
 from ..call.declaration import FLOATS
@@ -86,6 +87,6 @@ def check_seed(complaints: Complaints, seed: int) -> None:
 def check_candidates(complaints: Complaints, variant: str, impls: Iterable[str], peers: Iterable[str]) -> None:
     """Check the names of implementations and peers for a variant of the recurrence or for softmax attention."""
     of, argument = (f" for {variant}", repr(variant)) if variant == FUNCTION else ("", "")
-    names = ["auto", *(one.name for one in functions()[variant].family.implementations)]
+    names = ["auto", *(one.name for one in functions()[variant].family.implementations), *raw.names(variant)]
     check_names(complaints, "impl", impls, names, of, f"See penstock.implementations({argument}).")
     check_names(complaints, "peer", peers, (*peer_names(variant), "none"), of)

@@ -16,7 +16,7 @@ import penstock.bench
 from penstock.bench import delta_peers, fla, ladder
 from penstock.bench.candidates import loop
 from penstock.bench.figure import FAINT, INK, OURS, PEERS, colours, lighter, plain_name, spread
-from penstock.bench.measure import Untimed
+from penstock.bench.measure import GpuTiming, Untimed
 from penstock.bench.plot import KERNELS, plot_losses, plot_measurements, plot_profile
 from penstock.bench.serving.load import Load, Run, Times
 from penstock.bench.serving.report import Report, plot_runs
@@ -66,7 +66,7 @@ def lengths(*values):
 GATED = [replace(cases(ONE)[0], mode=mode, case=f"gla-{gates}-a") for mode in ("fwd", "fwdbwd") for gates in GATES]
 STRONG = [
     replace(
-        cases(ONE, names=("fla", "auto (triton_chunkwise)"))[0],
+        cases(ONE, names=("fla", "auto (triton_chunkwise)", "raw (triton_chunkwise)"))[0],
         variant="kda",
         mode=mode,
         case=f"kda-{strength}-a",
@@ -169,12 +169,31 @@ def test_penstock_and_each_peer_have_one_colour(picture):
     for axes in panels(picture):
         drawn |= {(bars.get_label(), matplotlib.colors.to_hex(bar.get_facecolor())) for bars in axes.containers for bar in bars}
     seen = {(plain_name(label.removeprefix("_")), colour) for label, colour in drawn}
-    series = {"auto": OURS, "training text": OURS, "output": OURS, "p50": OURS, "p99": lighter(OURS, 0.5), **PEERS}
+    series = {
+        "auto": OURS,
+        "training text": OURS,
+        "output": OURS,
+        "p50": OURS,
+        "p99": lighter(OURS, 0.5),
+        "raw": lighter(OURS, 0.35),
+        **PEERS,
+    }
     known = {(name, shade) for name, colour in series.items() for shade in (colour, lighter(colour, KERNELS))}
     assert {(name, colour) for name, colour in seen if name in series} <= known
     assert any(colour == OURS for _, colour in seen)
     others = {colour for name, colour in seen if name not in series}
     assert others <= {shade for colour in (FAINT, INK, OURS) for shade in (colour, lighter(colour, KERNELS))}
+
+
+def test_strengths_mark_times_end_to_end(tmp_path, monkeypatch):
+    """A candidate whose calls cannot be captured has no GPU time."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    on_host = [replace(timing, gpu=GpuTiming(None, None, "it waits", 9.0, 1, 1)) for timing in STRONG[0].timings[:1]]
+    plot_measurements([replace(one, timings=(*on_host, *one.timings[1:])) for one in STRONG[: len(STRENGTHS)]], tmp_path / "a.png")
+    found = [text.get_text() for text in texts(figures[0])]
+    assert [text for text in found if "end to end" in text] == ["fla (end to end)"]
+    assert {"penstock", "penstock, raw"} <= {*found}
 
 
 def test_every_peer_has_a_colour_of_its_own(monkeypatch):

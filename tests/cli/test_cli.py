@@ -350,6 +350,7 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         (["softmax_attention", "--shape", "1,20,2,8,16"], "shape must be one of equal K and V for softmax_attention, got 1,20,2,8,16"),
         (["--suite", "softmax", "--impl", "cpu", "--device", "cpu"], "impl must be one of auto, triton, sdpa, reference for softmax"),
         (["gla", "--impl", "triton"], "impl must be one of auto, cpu, cuda,"),
+        (["gated_delta_rule", "--impl", "raw"], "got 'raw'"),
         (["gla", "--peer", "sdpa"], "peer must be one of loop, fla"),
         *(
             (["gla", "--seconds", value], f"seconds must be a finite number above 0, got {value}")

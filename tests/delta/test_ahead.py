@@ -47,6 +47,23 @@ def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
     assert found == jobs(wanted[planned.forms[0]], arch)
 
 
+def test_kda_forward_with_residuals_is_compiled():
+    """It has the launches of the pass without them, with more results. The backward pass from residuals has no other launches."""
+    target = TARGETS["sm_90"]
+    found = {name: job for one in ahead.CONFIGURATIONS for name, job in launches(one, target)}
+    keeping = {name: job for name, job in found.items() if ": forward with residuals: " in name}
+    assert {name.split(": ")[0] for name in keeping} == {"kda 1,1024,32,128 bfloat16", "kda 1,1024,32,128 bfloat16 packed"}
+    for name, job in keeping.items():
+        other = found[name.replace("forward with residuals", "forward")]
+        assert job.kernel == other.kernel
+        assert job.arguments != other.arguments
+    one = next(one for one in ahead.CONFIGURATIONS if one.variant == "kda")
+    p = one.computed("forward")
+    planned, tensors = launch._backward_to_come(p, target, plan.chunk_forward_plan(p, target, keep=True))
+    later = jobs(Planned(planned.at(p.sizes), {name: p.q if x is None else x for name, x in tensors.items()}), target.arch)
+    assert {*later} < {job for name, job in found.items() if ": backward: kda" in name}
+
+
 @pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if one.raw], ids=lambda one: one.name)
 def test_the_stage_that_follows_has_the_kernels_of_its_backward_pass(one):
     p, target = one._problem("forward"), TARGETS["sm_90"]

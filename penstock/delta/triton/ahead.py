@@ -24,17 +24,21 @@ from ..variants import VARIANTS
 from .answers import CALLS
 from .calls import Backward
 from .forms import raw
+from .forms.channels_sm90 import KEPT
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
+KEEPING = "forward with residuals"
+"""The forward pass of a call that wants gradients, by the forms that keep residuals."""
 PASSES: Mapping[str, tuple[Mode, tuple[Form[Any, Any], ...], int]] = {
     "forward": ("forward", CHUNK_FORWARD, 0),
+    KEEPING: ("forward", CHUNK_FORWARD, 0),
     "backward": ("backward", CHUNK_BACKWARD, 0),
     "pieces": ("advance", PIECES, 0),
     "step": ("advance", TOKENS_IN_PLACE, 1),
     "short forward": ("forward", TOKEN_FORWARD, 8),
 }
 """Each pass: its mode, its forms and the number of tokens, if not that of the shape."""
-WHOLE = ("forward", "backward")
+WHOLE = ("forward", KEEPING, "backward")
 CANONICAL = (*WHOLE, "pieces")
 """Passes before which raw inputs are computed."""
 RAW = ("step", "raw", "raw backward")
@@ -67,17 +71,23 @@ class Configuration:
         )
 
     def planned(self, target: Target) -> Iterator[tuple[str, Planned]]:
-        """Yield each pass and form with its plan on a GPU. A form that has no code for the GPU or refuses the call is left out."""
+        """Yield each pass and form with its plan on a GPU.
+
+        A form that has no code for the GPU or refuses the call is left out; of ``KEEPING`` also one that keeps nothing.
+        """
         for which in self.passes:
             if which.startswith("raw"):
                 yield which, self._stage(which)
                 continue
             mode, forms, _ = PASSES[which]
             p = self.computed(which)
-            call = CALLS[mode].of(p, target, **({"d_output": torch.empty_like(p.v)} if mode == "backward" else {}))
+            more: dict[str, Any] = {"keep": True} if which == KEEPING else {"d_output": torch.empty_like(p.v)} if mode == "backward" else {}
+            call = CALLS[mode].of(p, target, **more)
             for form in forms:
                 if form.refusal(call) is None:
-                    yield f"{which}: {form.name}", self._plan(form, call)
+                    made = self._plan(form, call)
+                    if which != KEEPING or KEPT[-1] in made.plan.memory:
+                        yield f"{which}: {form.name}", made
 
     def computed(self, which: str) -> DeltaTokens:
         """The problem that a pass computes, without memory."""
