@@ -39,6 +39,8 @@ class Example(NamedTuple):
     dtype: torch.dtype
     sizes: Mapping[str, int]
     """Sizes by axis."""
+    omitted: tuple[str, ...] | None = None
+    """Optional arguments that are not given, in place of those of the operator's trial."""
 
 
 class Listed(NamedTuple):

@@ -68,7 +68,8 @@ def _compared(trial: Trial, one: Implementation, device: str, form: Listed, exam
     from ..gpu.launch import trying  # needs Triton
 
     signature = next(found for found in trial.operator.signatures.values() if row_of(found) == example.variant)
-    trial = replace(trial, sizes={**trial.sizes, **example.sizes}, indices={})
+    omitted = trial.omitted if example.omitted is None else example.omitted
+    trial = replace(trial, sizes={**trial.sizes, **example.sizes}, indices={}, omitted=omitted)
     with trying({}, form.name) as here:
         found = list(Comparison(trial, signature, example.dtype, device).compare(one, form.mode))
     if any(finding.error is not None for finding in found):

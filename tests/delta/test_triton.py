@@ -126,11 +126,10 @@ WITHOUT_LEVELS += [replace(RAW, T=64, K=64, V=64), replace(RAW, T=70, key="equal
 
 @pytest.mark.parametrize("case", [*every(3, WITHOUT_LEVELS), *slow(*WITHOUT_LEVELS)], ids=str)
 def test_one_anchor_in_a_chunk_equals_the_oracle(case, monkeypatch):
-    """The kernels without levels, in float32: factors are up to exp(39), with errors of 39 times 2^-24 each."""
+    """Prepared without levels, in float32: factors are up to exp(39), with errors of 39 times 2^-24 each."""
     monkeypatch.setattr(calls, "MOST_DECAY_FLOAT32", calls.MOST_DECAY)
-    monkeypatch.setattr(calls, "WITHOUT_LEVELS", True)
     found, wanted, launched = contract.measured(case, "triton_chunkwise"), oracle(case), launches_of(case)
-    assert launched == {"penstock_delta_prepare_anchored", "penstock_delta_gradients_anchored"}
+    assert launched == [{"penstock_delta_prepare_anchored"}] * 2
     for name, x in found.items():
         rounding = 2**-11 if x.dtype == torch.float16 else 0
         assert x.isfinite().all(), name
@@ -138,12 +137,12 @@ def test_one_anchor_in_a_chunk_equals_the_oracle(case, monkeypatch):
 
 
 def launches_of(case):
-    """The kernels of a chunk in both passes of a call."""
+    """The kernels that prepare chunks in both passes of a call."""
     problem = DELTA.checked(case.variant, [case.tensors().get(name) for name in DELTA.names], case.options)
     p = inputs.of_every_head(inputs.canonical(problem, inputs.uncomputed(problem, False)))
     target = Target.of(p.q.device)
     plans = plan.chunk_forward_plan(p, target), plan.chunk_backward_plan(p, torch.empty_like(p.v), None, target)
-    return {one.kernel.fn.__name__ for made in plans for one in made.launches if one.kernel.fn.__name__.endswith("anchored")}
+    return [{name for one in made.launches if "prepare" in (name := one.kernel.fn.__name__)} for made in plans]
 
 
 ROUNDED = Target("sm_90", 132, 232448)
@@ -162,13 +161,11 @@ ROUNDED = Target("sm_90", 132, 232448)
         ("kda", None, torch.float16, 0, "6 levels, because no bound of the decays is known"),
     ],
 )
-def test_levels_follow_from_the_bound_of_raw_gates(variant, bound, dtype, low, pairs, monkeypatch):
+def test_levels_follow_from_the_bound_of_raw_gates(variant, bound, dtype, low, pairs):
     case = Delta(variant, B=1, H=1, T=70, K=12, V=8, raw=True, dtype=dtype, bound=bound)
     problem = DELTA.checked(variant, [case.tensors().get(name) for name in DELTA.names], case.options)
     call = calls.Forward.of(inputs.canonical(problem, inputs.uncomputed(problem, False)), ROUNDED)
     assert (call.low, chunks.pairs(call)) == (low, pairs)
-    assert not call.anchored
-    monkeypatch.setattr(calls, "WITHOUT_LEVELS", True)
     assert call.anchored == (low == 64)
 
 

@@ -164,7 +164,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
 )
 IN_PART = (
     "gated_delta_rule 1,1024,32,128 bfloat16 G=16", "kda 1,1024,32,128 bfloat16", "kda 1,1024,32,128 bfloat16 raw",
-    "rwkv7 1,1024,32,64 bfloat16",
+    "rwkv7 1,1024,32,64 bfloat16", "rwkv7 1,1024,32,64 bfloat16 raw",
 )  # fmt: skip
 """The names of those for ``SMALL`` GPUs."""
 

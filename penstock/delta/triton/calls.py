@@ -35,8 +35,6 @@ multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40.
 MOST_DECAY_FLOAT32 = 10.0
 """The same with other products. Exact as float32: exp of a rounded sum x has a relative error of 2^-24 |x|. TF32, for float16: gradients of
 strong decays, which are differences of anchored sums, had errors of 2.2e-3. 16 tokens of RWKV-7 decay by at most 9.7."""
-WITHOUT_LEVELS = False
-"""Whether calls whose chunks have one anchor take the kernels without levels: their forward pass is faster, their backward pass slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +86,8 @@ class Call(TokenCall):
 
     @property
     def anchored(self) -> bool:
-        """Whether kernels without levels compute a chunk: one anchor, two streams, and a head is one tile."""
-        return WITHOUT_LEVELS and self.low == C and self.streams == 2 and max(self.BK, power(self.V, LEAST)) <= LEAST
+        """Whether the kernel without levels prepares a chunk: one anchor, two streams, and a head is one tile."""
+        return self.low == C and self.streams == 2 and self.BK <= LEAST
 
     def matrices(self, plan: Plan) -> tuple[str, str]:
         """The matrices of sums of decays per channel, with and without the token's own decay."""

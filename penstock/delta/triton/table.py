@@ -44,7 +44,7 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     wide = K > LEAST
     if kernel == "prepare":
         return KernelConfig(8 if wide else 4)
-    if kernel in ("gradients", "gradients_anchored", "scalar_gradients"):
+    if kernel in ("gradients", "scalar_gradients"):
         return KernelConfig(8)
     return KernelConfig(4, stages=2 if kernel == "walk" and precision == "bf16" else 1)
 

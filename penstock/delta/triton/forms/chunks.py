@@ -14,8 +14,7 @@ from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
-from ..portable import anchored_gradients, anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
-from ..table import LEAST
+from ..portable import anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
 
 WIDEST = 128
 """Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
@@ -177,21 +176,13 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
     dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
     dg = like("dg", *[K] * (call.decay == CHANNEL), dtype=p.g.dtype) if call.decay != NONE and p.g is not None else "q"
     states, arguments = ("x", "z", "chunk_states", "d_chunk_states", "d_output"), ("q", "k", "v", "g", "beta")
-    if call.anchored:
-        given = ("q", "k", "v", "g", "a", "b")
-        plan.launch(
-            anchored_gradients.penstock_delta_gradients_anchored, call.programs(slots, 1),
-            (*given, "solved", *states, dq, dk, dg, da, db, "cu_seqlens"),
-            (p.scale, sequences, tokens, H, *call.strides(*given), *d_output.stride()), call.config("gradients_anchored").warps,
-            K=K, V=V, BK=call.BK, BV=LEAST, C=C, DG=dg != "q", PACKED=call.packed, PRECISION=call.precision,
-        )  # fmt: skip
-        return
     b = call.config("pairs_backward")
     weights = plan.empty("weights", slots, H, 2, C, C, dtype=call.tile)
     straddling = plan.empty("straddling", slots, H, C) if call.decay == SCALAR else "q"
     plan.launch(
         pairs_backward.penstock_delta_pairs_bwd, call.programs(slots, 1),
-        ("v", "g", "beta", "pairs", weights, *present(plan, "late", "solved", "x"), "z", "d_output", straddling, dbeta, "cu_seqlens"),
+        ("v", "g", "beta", *present(plan, "pairs"), weights, *present(plan, "late", "solved", "x"), "z", "d_output", straddling, dbeta,
+         "cu_seqlens"),
         (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
         V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
     )  # fmt: skip
@@ -223,6 +214,7 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
 
 SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
+EXAMPLES += (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", _forward, refuses=refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", _backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(

@@ -1,4 +1,4 @@
-"""What the chunk kernels for bounded decays share: factors of a whole chunk with one anchor, and products with T.
+"""Of the chunk kernels for bounded decays: factors of a whole chunk with one anchor, and products with T.
 
 The anchor is the beginning of the chunk. G_t are the sums of decays up to and including token t, in log2 units::
 
