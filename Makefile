@@ -9,7 +9,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
-.PHONY: demo test versions lint wheels clean
+.PHONY: demo test versions lint wheels check-wheels try-wheel release clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
@@ -35,9 +35,27 @@ wheels: .venv-wheels/ready
 	rm -rf dist
 	.venv-wheels/bin/python -m release.wheels dist
 
-.venv-wheels/ready: release/requirements.txt
+# Their contents, metadata, symbols and sizes; the wheel of this machine is built again, and must have equal bytes.
+check-wheels: .venv-wheels/ready
+	.venv-wheels/bin/python -m release.check dist
+
+# The wheel of this machine in a fresh environment without a compiler and Triton.
+try-wheel: .venv-wheels/ready
+	.venv-wheels/bin/python -m release.try_wheel dist
+
+# Builds and checks a release of this commit, writes its bill of materials, and tags it. Publishes nothing.
+release: .venv-wheels/ready
+	.venv-wheels/bin/python -m release.tag --check
+	$(MAKE) test
+	$(MAKE) wheels
+	$(MAKE) check-wheels
+	$(MAKE) try-wheel
+	.venv-wheels/bin/python -m release.bill dist
+	.venv-wheels/bin/python -m release.tag dist
+
+.venv-wheels/ready: release/requirements.txt release/checks.txt
 	$(PYTHON) -m venv .venv-wheels
-	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r $<
+	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r release/requirements.txt -r release/checks.txt
 	touch $@
 
 $(VENV)/bin/python:

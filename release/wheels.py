@@ -30,21 +30,34 @@ def build(source: Path, kind: str, folder: Path, **environment: str) -> None:
     subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
 
 
+def unpacked(archive: Path, folder: Path) -> Path:
+    """The source tree of an archive."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+def build_wheel(source: Path, tag: str, output: Path, **environment: str) -> Path:
+    """One wheel of a source tree."""
+    build(source, "wheel", output, SOURCE_DATE_EPOCH=of_commit(), PENSTOCK_PLATFORM=tag, **environment)
+    (wheel,) = output.glob(f"*{tag}.whl")
+    return wheel
+
+
 def main(folder: str, *platforms: str) -> None:
     """Builds into an empty or new folder."""
-    output, epoch = Path(folder).resolve(), of_commit()
+    output = Path(folder).resolve()
     output.mkdir(parents=True, exist_ok=True)
     if any(output.iterdir()):
         raise SystemExit(f"wheels: the folder must be empty, got {folder}. Remove it, or name another one.")
-    build(ROOT, "sdist", output, SOURCE_DATE_EPOCH=epoch)
+    build(ROOT, "sdist", output, SOURCE_DATE_EPOCH=of_commit())
     (archive,) = output.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as place:
-        with tarfile.open(archive) as packed:
-            packed.extractall(place, filter="data")
-        (source,) = Path(place).iterdir()
+        source = unpacked(archive, Path(place))
         for tag in platforms or PLATFORMS:
-            build(source, "wheel", output, SOURCE_DATE_EPOCH=epoch, PENSTOCK_PLATFORM=tag)
-            print(*(f"{wheel.name}: {wheel.stat().st_size} bytes" for wheel in output.glob(f"*{tag}.whl")), flush=True)
+            wheel = build_wheel(source, tag, output)
+            print(f"{wheel.name}: {wheel.stat().st_size} bytes", flush=True)
 
 
 if __name__ == "__main__":
