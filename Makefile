@@ -9,7 +9,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
-.PHONY: demo test versions lint wheels clean
+.PHONY: demo test versions lint wheels site clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
@@ -39,6 +39,10 @@ wheels: .venv-wheels/ready
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r $<
 	touch $@
+
+# The documentation as a site that needs no server: build/site/index.html.
+site: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
