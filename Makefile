@@ -9,7 +9,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
-.PHONY: demo test versions lint wheels check-wheels try-wheel release clean
+.PHONY: demo test versions lint site wheels check-wheels try-wheel release clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
@@ -57,6 +57,10 @@ release: .venv-wheels/ready
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r release/requirements.txt -r release/checks.txt
 	touch $@
+
+# The documentation as a site that needs no server: build/site/index.html.
+site: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

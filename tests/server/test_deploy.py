@@ -1,5 +1,6 @@
 """The container file and the Kubernetes example: their syntax, and options and paths that the server has."""
 
+import configparser
 import json
 import re
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_the_container_file_runs_the_server():
     compile(checked[2], "HEALTHCHECK", "exec")
     extras = re.search(r"/source\[(.*?)\]", found["RUN"] + str(lines))[1].split(",")
     assert all(f"\n{one} = [" in (FOLDER.parents[1] / "pyproject.toml").read_text() for one in extras)
+
+
+def test_the_service_of_systemd_runs_the_server():
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str
+    unit.read_string((FOLDER / "penstock.service").read_text())
+    words = unit["Service"]["ExecStart"].split()
+    assert words[0].endswith("/bin/penstock")
+    assert words[1] == "serve"
+    params = parsed(words[2:])
+    assert int(unit["Service"]["TimeoutStopSec"]) >= params["drain_seconds"] + 5
+    assert str(params["states_folder"]) == f"/var/lib/{unit['Service']['StateDirectory']}"
 
 
 def test_the_kubernetes_example_runs_two_replicas():
