@@ -1,9 +1,9 @@
 """Compiles what fla's tuning tries, by processes side by side: without it the first step of a model takes fla two minutes and more.
 
-    python benchmarks/compile_fla.py gla rwkv6 [--processes 15] [--seconds 90]
+    python benchmarks/compile_fla.py gla "patched rwkv7" [--processes 15] [--seconds 90]
 
-Each process trains one layer with the shapes of ``training_step.py`` (gla, rwkv6) or ``patched_fla.py`` (patched) and compiles its share of
-the configurations, without running or timing them, into Triton's cache. Its choices are not kept: tuning comes later, alone on the GPU.
+Each process trains a few layers of a model of ``training_step.py`` or of ``patched_fla.py`` ("patched ...") and compiles its share of the
+configurations, without running or timing them, into Triton's cache. Its choices are not kept: tuning comes later, alone on the GPU.
 """
 
 import argparse
@@ -38,17 +38,22 @@ def tune_nothing(rank: int, processes: int) -> None:
 def part(model: str) -> None:
     """One training step and one prompt of one layer."""
     import torch
-    from training_step import B, T, V, fla_model
+    from random_models import config_of
+    from training_step import fla_model
 
-    if model == "patched":
+    if model.startswith("patched "):
         import patched_fla
-        from fla.models import RWKV6ForCausalLM
 
-        made, size = RWKV6ForCausalLM(patched_fla.config(1)), patched_fla.V
+        made, size = patched_fla.model_of(model.removeprefix("patched "), 1), patched_fla.V
     else:
-        made, size = fla_model(model, 1), V[model]
+        config = config_of(model, num_layers=2)  # the second layer of RWKV-7 mixes values
+        with torch.device("meta"):
+            made, size = fla_model(model, config), config.vocab_size
+        made = made.to_empty(device="cuda")
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
     made = made.cuda().to(torch.bfloat16)
-    ids = torch.randint(size, (B, T), device="cuda")
+    ids = torch.randint(size, (1, 2048), device="cuda")
     made(input_ids=ids, labels=ids).loss.backward()
     with torch.no_grad():
         made(input_ids=ids, logits_to_keep=1)
@@ -57,7 +62,7 @@ def part(model: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=("gla", "rwkv6", "patched"))
+    parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--processes", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
-"""Times single steps of RWKV-6 1.6B with random weights as CUDA graphs on one GPU: decode rows, and decode rows beside pieces of prompts.
+"""Times single steps of a model with random weights as CUDA graphs on one GPU: decode rows, and decode rows beside pieces of prompts.
 
-    python benchmarks/decode_graphs.py [--profile "1 row"] [--only "64 rows;128 rows"] [--out FILE.json]
+    python benchmarks/decode_graphs.py [--model rwkv7] [--profile "1 row"] [--only "64 rows;128 rows"] [--out FILE.json]
 
 ``batch_invariant``: the graphs of an engine with this option.
 """
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from engine import model_of
 from linear_maps import milliseconds
+from random_models import SIZES, config_of, model_of
 
 from penstock.engine.graphs import Batch, StepGraphs
 from penstock.engine.state_pool import StatePool
@@ -51,13 +51,14 @@ def profile(replay: Callable[[], object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="rwkv6")
     parser.add_argument("--profile", choices=CASES)
     parser.add_argument("--only", default=";".join(CASES), help="cases, separated by semicolons")
     parser.add_argument("--out")
     given = parser.parse_args()
     cases = {case: CASES[case] for case in given.only.split(";")}
     torch.manual_seed(0)
-    model = model_of({"vocab_size": 65536, "hidden_size": 2048, "num_layers": 24}, torch.bfloat16)
+    model = model_of(config_of(given.model), torch.bfloat16, "cuda")
     pool, found = StatePool(model, SLOTS), []
     last = torch.zeros(SLOTS, dtype=torch.int64, device="cuda")
     for name, block in (("graphs", 0), ("batch_invariant", BLOCK)):
@@ -74,7 +75,9 @@ def main() -> None:
                 profile(replay)
     if given.out:
         with open(given.out, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "times": found}, file, indent=1)
+            json.dump(
+                {"model": given.model, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "times": found}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

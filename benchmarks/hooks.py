@@ -12,8 +12,8 @@ import statistics
 import time
 
 import torch
-from engine import model_of
 from linear_maps import milliseconds
+from random_models import config_of, model_of
 
 from penstock.engine import Engine, SamplingParams
 from penstock.layers.linear import in_graph
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out")
     given = parser.parse_args()
     torch.manual_seed(0)
-    model = model_of({"vocab_size": 65536, "hidden_size": 2048, "num_layers": 24}, torch.bfloat16)
+    model = model_of(config_of("rwkv6"), torch.bfloat16, "cuda")
     shift = torch.zeros(2048, dtype=torch.bfloat16, device="cuda")
     rows = {}
     for name, places in PLACES.items():

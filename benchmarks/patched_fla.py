@@ -1,6 +1,6 @@
-"""Trains fla's own RWKV-6 on one GPU with and without ``penstock.compat.fla.patch()``: the loss of each step, and the time of a step.
+"""Trains fla's own models on one GPU with and without ``penstock.compat.fla.patch()``: the loss of each step, and the time of a step.
 
-    python benchmarks/patched_fla.py --out FILE.json
+    python benchmarks/patched_fla.py [--model rwkv7] --out FILE.json
 
 All runs read the same batches, of 8 x 2048 tokens in bfloat16. Every second token is a function of the one before it, so that there is
 something to learn. Runs begin from the same weights, but for a second run of fla, whose embeddings are off by one rounding: it shows how
@@ -11,9 +11,11 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
+import fla.models as fla
 import torch
-from fla.models import RWKV6Config, RWKV6ForCausalLM
 
 from penstock.compat import fla as compat
 
@@ -27,9 +29,9 @@ def batch(step: int, follower: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def run(config: RWKV6Config, weights: dict[str, torch.Tensor], steps: int) -> tuple[list[float], list[float]]:
+def run(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor], steps: int) -> tuple[list[float], list[float]]:
     """Losses and milliseconds of all steps."""
-    model = RWKV6ForCausalLM(config).cuda().bfloat16()
+    model = make().cuda().bfloat16()
     model.load_state_dict(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     follower = torch.randint(V, (V,), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
@@ -48,25 +50,34 @@ def run(config: RWKV6Config, weights: dict[str, torch.Tensor], steps: int) -> tu
     return losses, times
 
 
-def config(layers: int) -> RWKV6Config:
-    """The model."""
-    return RWKV6Config(hidden_size=1024, expand_k=1.0, num_hidden_layers=layers, num_heads=16, vocab_size=V)
+def model_of(name: str, layers: int) -> torch.nn.Module:
+    """One of fla's models."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": layers, "vocab_size": V}
+    if name == "rwkv6":
+        return fla.RWKV6ForCausalLM(fla.RWKV6Config(**sizes, expand_k=1.0, num_heads=16))
+    if name == "rwkv7":
+        return fla.RWKV7ForCausalLM(fla.RWKV7Config(**sizes, head_dim=64))
+    if name == "gated_deltanet":
+        return fla.GatedDeltaNetForCausalLM(fla.GatedDeltaNetConfig(**sizes, num_heads=6, head_dim=128))
+    return fla.KDAForCausalLM(fla.KDAConfig(**sizes, num_heads=8, head_dim=128))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("rwkv6", "rwkv7", "gated_deltanet", "kda"), default="rwkv6")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out")
     given = parser.parse_args()
     torch.manual_seed(0)
-    model = config(given.layers)
-    weights = {name: x.clone() for name, x in RWKV6ForCausalLM(model).cuda().bfloat16().state_dict().items()}
-    rows = {"fla": run(model, weights, given.steps)}
+    make = partial(model_of, given.model, given.layers)
+    weights = {name: x.clone() for name, x in make().cuda().bfloat16().state_dict().items()}
+    rows = {"fla": run(make, weights, given.steps)}
     nudged = {name: x * (1 + 2**-7) if "embeddings" in name else x for name, x in weights.items()}
-    rows["fla, off by a rounding"] = run(model, nudged, given.steps)
-    compat.patch()
-    rows["patched"] = run(model, weights, given.steps)
+    rows["fla, off by a rounding"] = run(make, nudged, given.steps)
+    patched = compat.patch()
+    print("replaced:", *patched.replaced)
+    rows["patched"] = run(make, weights, given.steps)
     (theirs, slow), (off, _), (ours, fast) = rows.values()
     settled = slice(given.steps // 5, None)  # the first steps compile and tune
     times = [statistics.median(one[settled]) for one in (slow, fast)]
@@ -78,7 +89,8 @@ def main() -> None:
     print(f"largest difference of losses {apart[1]:.4f}, by a rounding alone {apart[0]:.4f}")
     if given.out:
         with open(given.out, "w") as file:
-            json.dump({name: {"losses": a, "ms": b} for name, (a, b) in rows.items()}, file)
+            runs = {name: {"losses": a, "ms": b} for name, (a, b) in rows.items()}
+            json.dump({"model": given.model, "device": torch.cuda.get_device_name(), **runs}, file)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Times training steps and prompts of whole models on one GPU, ours and fla's, with where the time goes.
 
-    python benchmarks/training_step.py rwkv6 --out FILE.json
+    python benchmarks/training_step.py rwkv6 [--shape 8x2048] [--prompt 1x8192] [--candidates ours,fla] [--tiny] --out FILE.json
 
-A training step is forward and backward of the mean cross entropy of 8 x 2048 tokens in bfloat16, without the optimizer. Weights are
+A training step is forward and backward of the mean cross entropy of ``--shape`` tokens in bfloat16, without the optimizer. Weights are
 random; with ``--autocast`` they are float32, under autocast. Work is counted as 6 x parameters x tokens (prompts: 2 x), with all
-parameters but the embeddings.
+parameters but the embeddings. ``--tiny`` runs small models, also on a CPU.
 """
 
 import argparse
@@ -15,18 +15,35 @@ import time
 from collections import defaultdict
 
 import torch
+from random_models import SIZES, config_of
 
-from penstock.models import CausalLM, gla, mamba2, rwkv6
+from penstock.models import CausalLM, Config
 
-B, T, V = 8, 2048, {"rwkv6": 65536, "gla": 32000, "mamba2": 50288}
-OURS = {
-    "rwkv6": lambda layers: rwkv6(vocab_size=V["rwkv6"], hidden_size=2048, num_layers=layers),
-    "gla": lambda layers: gla(vocab_size=V["gla"], hidden_size=2048, num_layers=layers, num_heads=4),
-    "mamba2": lambda layers: mamba2(vocab_size=V["mamba2"], hidden_size=2048, num_layers=layers),
-}
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+Shape = tuple[int, int]
 CLASSES = (  # first match: names of kernels by what they do
     ("matrix products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "ampere_", "_matmul")),
-    ("recurrence", ("penstock_chunk", "penstock_walk", "penstock_rec", "penstock_seg", "chunk_", "fused_recurrent")),
+    (
+        "recurrence",
+        (
+            "penstock_chunk",
+            "penstock_walk",
+            "penstock_rec",
+            "penstock_seg",
+            "penstock_delta",
+            "penstock_gated",
+            "penstock_kda",
+            "chunk_",
+            "fused_recurrent",
+            "dplr",
+            "kda_",
+            "recompute_w_u",
+            "wy_fast",
+            "tri_inv",
+            "solve_tril",
+        ),
+    ),
     ("loss", ("cross_entropy", "logsumexp", "softmax")),
     ("norms", ("norm",)),
     ("copies and fills", ("Memcpy", "Memset", "copy_", "fill", "cat", "index")),
@@ -35,36 +52,54 @@ CLASSES = (  # first match: names of kernels by what they do
 )
 
 
-def fla_model(name: str, layers: int):
+def fla_model(name: str, ours: Config):
+    """fla's model of the same sizes."""
+    import fla.models as fla
+
+    sizes = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers, "vocab_size": ours.vocab_size}
+    mixer = ours.mixer
     if name == "rwkv6":
-        from fla.models import RWKV6Config, RWKV6ForCausalLM
+        config = fla.RWKV6Config(**sizes, expand_k=1.0, num_heads=32, intermediate_size=ours.channel.intermediate_size)
+        return fla.RWKV6ForCausalLM(config)
+    if name == "rwkv7":
+        from fla.layers.rwkv7 import RWKV7Attention
 
-        config = RWKV6Config(
-            hidden_size=2048, expand_k=1.0, num_hidden_layers=layers, num_heads=32, intermediate_size=7168, vocab_size=V[name]
-        )
-        return RWKV6ForCausalLM(config)
-    from fla.models import GLAConfig, GLAForCausalLM
+        RWKV7Attention._initialize_weights = lambda self, module: None  # a loop over channels in Python; weights are random anyway
+        ranks = {
+            "decay_low_rank_dim": mixer.decay_rank, "a_low_rank_dim": mixer.rate_rank, "v_low_rank_dim": mixer.value_rank,
+            "gate_low_rank_dim": mixer.gate_rank,
+        }  # fmt: skip
+        return fla.RWKV7ForCausalLM(fla.RWKV7Config(**sizes, **ranks, head_dim=mixer.head_size))
+    if name in ("gated_deltanet", "kda"):
+        made = {"gated_deltanet": (fla.GatedDeltaNetConfig, fla.GatedDeltaNetForCausalLM), "kda": (fla.KDAConfig, fla.KDAForCausalLM)}
+        config, model = made[name]
+        return model(config(**sizes, num_heads=mixer.num_heads, head_dim=mixer.head_dim, expand_v=mixer.expand_v))
+    return fla.GLAForCausalLM(fla.GLAConfig(**sizes, num_heads=4))
 
-    return GLAForCausalLM(GLAConfig(hidden_size=2048, num_hidden_layers=layers, num_heads=4, vocab_size=V[name]))
+
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
 
 
 def timed(call, steps: int) -> list[float]:
+    """Milliseconds of calls, each measured alone."""
     found = []
     for _ in range(steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        synchronize()
+        begin = time.perf_counter()
         call()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
+        synchronize()
+        found.append((time.perf_counter() - begin) * 1e3)
     return found
 
 
 def classes(call) -> dict[str, float]:
     """Milliseconds of kernels by class."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    kind = torch.profiler.ProfilerActivity.CUDA if GPU else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as seen:
         call()
-        torch.cuda.synchronize()
+        synchronize()
     found: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     for event in seen.key_averages():
@@ -74,95 +109,126 @@ def classes(call) -> dict[str, float]:
     return {"classes": dict(found), "kernels": dict(sorted(names.items(), key=lambda item: -item[1])[:25])}
 
 
-def measure(candidate: str, model, step, prompt, steps: int) -> dict:
+def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Shape, steps: int) -> dict:
     parameters = sum(p.numel() for name, p in model.named_parameters() if "embeddings" not in name)
     begin = time.perf_counter()
     step()
-    torch.cuda.synchronize()
+    synchronize()
     first = time.perf_counter() - begin
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
     training = timed(step, steps)
-    peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() if GPU else 0
     with torch.no_grad():
         prompt()
         prompts = timed(prompt, steps)
     train, read = statistics.median(training), statistics.median(prompts)
+    tokens, read_tokens = shape[0] * shape[1], prompt_shape[0] * prompt_shape[1]
     row = {
         "candidate": candidate, "parameters": parameters, "first_step_s": first, "training_ms": train, "training_samples": training,
-        "prompt_ms": read, "prompt_samples": prompts, "tokens_per_s": B * T / train * 1e3, "peak_gb": peak / 1e9,
-        "share_of_700_tflops": 6 * parameters * B * T / (train * 1e-3) / 700e12,
-        "prompt_share": 2 * parameters * B * T / (read * 1e-3) / 700e12,
+        "prompt_ms": read, "prompt_samples": prompts, "tokens_per_s": tokens / train * 1e3, "peak_gb": peak / 1e9,
+        "share_of_700_tflops": 6 * parameters * tokens / (train * 1e-3) / 700e12,
+        "prompt_share": 2 * parameters * read_tokens / (read * 1e-3) / 700e12,
     }  # fmt: skip
     print(
         {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items() if "samples" not in name}, flush=True
     )
     row["profile"] = classes(step)
     print(row["profile"]["classes"], flush=True)
+    for name, ms in list(row["profile"]["kernels"].items())[:12]:
+        print(f"    {ms:8.2f} ms  {name}")
     return row
 
 
+def calls(candidate: str, model, ids: torch.Tensor, read: torch.Tensor, cast):
+    """A training step and a prompt."""
+    if candidate == "fla":
+
+        def step():
+            with cast:
+                loss = model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss  # it shifts the labels
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        def prompt():
+            with cast:
+                model(input_ids=read, logits_to_keep=1)
+
+        return step, prompt
+    if candidate == "compiled":
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+    model.gradient_checkpointing = "selective" if candidate == "selective" else False
+
+    def own_step():
+        with cast:
+            loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def own_prompt():
+        with cast:
+            model.head(model.hidden(read)[0][:, -1:])
+
+    return own_step, own_prompt
+
+
+def compare(rows: list[dict]) -> None:
+    """Print each candidate beside fla."""
+    peer = next((row for row in rows if row["candidate"] == "fla"), None)
+    for row in rows if peer else ():
+        speed, read = (peer[key] / row[key] for key in ("training_ms", "prompt_ms"))
+        memory = row["peak_gb"] / peer["peak_gb"] if peer["peak_gb"] else 0
+        print(
+            f"{row['candidate']}: {speed:.2f} times as fast as fla, {memory:.2f} of its memory, prompts {read:.2f} times as fast",
+            flush=True,
+        )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=sorted(OURS))
-    parser.add_argument("--layers", type=int, help="default: 24, of mamba2 48")
+    shape = lambda given: tuple(map(int, given.split("x")))  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(SIZES))
+    parser.add_argument("--layers", type=int, help="default: those of the published model")
+    parser.add_argument("--shape", type=shape, default=(8, 2048), help="sequences x tokens of a training step")
+    parser.add_argument("--prompt", type=shape, help="sequences x tokens; default: those of a training step")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--candidates", default="ours,selective,compiled,fla")
     parser.add_argument("--autocast", action="store_true", help="float32 weights, products in bfloat16")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out")
     given = parser.parse_args()
-    given.layers = given.layers or (48 if given.model == "mamba2" else 24)
+    given.prompt = given.prompt or given.shape
+    config = config_of(given.model, given.tiny, **({"num_layers": given.layers} if given.layers else {}))
     torch.manual_seed(0)
-    ids = torch.randint(V[given.model], (B, T + 1), device="cuda")
-    rows, cast = [], torch.autocast("cuda", torch.bfloat16, enabled=given.autocast)
+    (B, T), (P, L) = given.shape, given.prompt
+    ids, read = torch.randint(config.vocab_size, (B, T + 1), device=DEVICE), torch.randint(config.vocab_size, (P, L), device=DEVICE)
+    rows, cast = [], torch.autocast(DEVICE, torch.bfloat16, enabled=given.autocast)
     for candidate in given.candidates.split(","):
         if candidate == "fla" and given.model == "mamba2":
             print("fla's Mamba-2 runs kernels of the package mamba_ssm")
             continue
         gc.collect()
-        torch.cuda.empty_cache()
-        with torch.device("cuda" if candidate == "fla" else "meta"):
-            model = fla_model(given.model, given.layers) if candidate == "fla" else CausalLM(OURS[given.model](given.layers))
-        model = model.to(torch.float32 if given.autocast else torch.bfloat16).to_empty(device="cuda")
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        if candidate == "fla":
-
-            def step(model=model):
-                with cast:
-                    loss = model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss  # it shifts the labels
-                loss.backward()
-                model.zero_grad(set_to_none=True)
-
-            def prompt(model=model):
-                with cast:
-                    model(input_ids=ids[:, :-1], logits_to_keep=1)
-        else:
-            if candidate == "compiled":
-                for layer in model.layers:
-                    layer.compile(dynamic=False)
-            model.gradient_checkpointing = "selective" if candidate == "selective" else False
-
-            def step(model=model):
-                with cast:
-                    loss = model.loss(ids[:, :-1], ids[:, 1:])
-                loss.backward()
-                model.zero_grad(set_to_none=True)
-
-            def prompt(model=model):
-                with cast:
-                    model.head(model.hidden(ids[:, :-1])[0][:, -1:])
-
+        if GPU:
+            torch.cuda.empty_cache()
         try:
-            rows.append(measure(candidate, model, step, prompt, given.steps))
+            with torch.device("meta"):
+                model = fla_model(given.model, config) if candidate == "fla" else CausalLM(config)
+            model = model.to(torch.float32 if given.autocast else torch.bfloat16).to_empty(device=DEVICE)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+            rows.append(measure(candidate, model, *calls(candidate, model, ids, read, cast), given.shape, given.prompt, given.steps))
         except Exception as failure:
             print(candidate, "failed:", repr(failure)[-600:], flush=True)
-        del model, step, prompt
-    if given.out:
-        with open(given.out, "w") as file:
-            setting = {"model": given.model, "layers": given.layers, "autocast": given.autocast}
-            json.dump({**setting, "device": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+        model = None
+        if given.out:
+            with open(given.out, "w") as file:
+                setting = {"model": given.model, "layers": config.num_layers, "autocast": given.autocast}
+                setting |= {"shape": given.shape, "prompt": given.prompt, "device": torch.cuda.get_device_name() if GPU else "cpu"}
+                json.dump({**setting, "rows": rows}, file, indent=1)
+    compare(rows)
 
 
 if __name__ == "__main__":

@@ -270,18 +270,18 @@ def refuses_products(c: Linears) -> str | None:
     x, launch = inputs[0], launching("few_rows_launch")
     if x.numel() == 0 or any(one.numel() == 0 for one in weights):
         return "there are no tokens or no weights"
-    if len(weights) > launch.PARTS:
-        return f"it takes at most {launch.PARTS} maps, got {len(weights)}"
+    if len(weights) > launch.MOST:
+        return f"it takes at most {launch.MOST} maps, got {len(weights)}"
     if x.element_size() != 2 or any(one is not None and one.dtype != x.dtype for one in (*inputs, *weights, gate)):
         return "it takes one dtype of 16 bits"
     if any(one.shape != x.shape for one in inputs) or any(one.shape[1:] != x.shape[-1:] for one in weights):
         return "all inputs must have one shape, which fits the weights"
-    if not all(one.is_contiguous() or (n == 0 and one.T.is_contiguous()) for n, one in enumerate(weights)):
+    if not all(one.is_contiguous() or one.T.is_contiguous() for one in weights):
         return "weights must be contiguous"
     if private.autocasting():
         return "autocast is on"
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    return None if launch.takes(flat, weights, where.alike) else f"torch is as fast for {flat.shape[0]} tokens"
+    return None if launch.takes(flat, weights, where.alike) else f"no kernel is faster than torch for {flat.shape[0]} tokens of these maps"
 
 
 def products(c: Linears) -> list[Tensor]:
@@ -335,6 +335,14 @@ def drawn_map(draw: Draw, name: str, outputs: int, inputs: int, kind: Kind | Non
     return QuantizedLinear(drawn(draw, name, outputs, inputs, kind), inputs, draw.dtype)
 
 
+def _draw_transposed(draw: Draw) -> Linears:
+    """Maps of RWKV-7: three, and the first halves of four low-rank maps, whose weights are transposed."""
+    K, ranks = draw.size(40, 2048), (draw.size(8, 96), draw.size(24, 96), draw.size(16, 256), draw.size(8, 64))
+    maps = [draw.module(f"map {n}", Linear(K, K, bias=False), 0.2) for n in range(3)]
+    downs = [draw.learned(f"down {n}", K, M, scale=0.2).T for n, M in enumerate(ranks)]
+    return Linears(tuple(draw(f"x {n}", 1, 3, K) for n in range(7)), (*maps, *downs))
+
+
 LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
     "linears",
     ChainForm(
@@ -342,6 +350,7 @@ LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
         (
             *examples(_draw_linears, *HALF, gradients=False, within=in_graph),
             *examples(partial(_draw_linears, gated=True), *HALF, gradients=False, within=in_graph),
+            *examples(_draw_transposed, *HALF, gradients=False, within=in_graph),  # on Hopper
         ),
     ),
     ChainForm(

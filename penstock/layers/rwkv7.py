@@ -26,8 +26,9 @@ from ..tokens.dtypes import state_dtype
 from .decode import shifted_norm
 from .fused import activated
 from .halving import halved, last_map
-from .linear import linears
+from .linear import linears, plain_weights
 from .mixer import Mixer, MixerConfig
+from .modes import PLAIN, mode
 from .norm_gate import Added, norm_gate
 from .rwkv import ShiftState, TunedMixer, check_head_size, head_count, matrix, orthogonal, ramp
 from .rwkv7_chains import Learned, Mixed, recurrence_inputs
@@ -220,6 +221,10 @@ class RWKV7TimeMix(TunedMixer):
             LowRankMap(x_g, self.g1, self.g2, "sigmoid"),
             *([LowRankMap(x_v, self.v1, self.v2)] if mixes else []),
         ]
+        if mode() != PLAIN and plain_weights(maps) is not None:  # all maps of x in one launch
+            weights: list[Tensor | nn.Module] = [*maps, *(one.down.T for one in low)]
+            if (found := linears([x_r, x_k, x_v, *(one.x for one in low)], weights)) and (parts := low_rank_maps(*low, hidden=found[3:])):
+                return Projected(found[0], parts[0], *found[1:3], *parts[1:])
         few, parts = linears((x_r, x_k, x_v), maps), low_rank_maps(*low)
         shares = mixes and parts is None
         r, k = few[:2] if few else (self.receptance(x_r), self.key(x_k))

@@ -5,6 +5,7 @@ The last form of these chains returns None and changes nothing: the caller then 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .chains import Chain, ChainForm
 from .decode import PARTS, refuses_step
 from .examples import HALF, Draw, examples
 from .linear import linear
-from .modes import in_graph, mode, ready, refuses_graph
+from .modes import in_graph, mode, ready, refuses_graph, rows_alike
 from .rwkv7_chains import Learned, Mixed, RecurrenceCall, drawn_inputs, inputs_formula
 from .sequences import Sequences, drawn
 from .triton import launching, refusal
@@ -47,57 +48,70 @@ def low_rank_map(one: LowRankMap, hidden: Tensor | None = None) -> Tensor:
     return linear(hidden if one.activation is None else ACTIVATIONS[one.activation](hidden), one.up.T)
 
 
-def low_rank_maps(*maps: LowRankMap) -> list[Tensor] | None:
-    """Low-rank maps of few tokens in a graph, in two launches: [B,T,N] of each."""
-    return RWKV7_LOW_RANK(_Maps(maps))
+def low_rank_maps(*maps: LowRankMap, hidden: Sequence[Tensor] = ()) -> list[Tensor] | None:
+    """Low-rank maps of few tokens in a graph: [B,T,N] of each. In two launches, or one if all ``hidden`` x down are known."""
+    return RWKV7_LOW_RANK(_Maps(maps, tuple(hidden)))
 
 
 class _Maps(NamedTuple):
     """The arguments of ``low_rank_maps``."""
 
     maps: tuple[LowRankMap, ...]
+    hidden: tuple[Tensor, ...] = ()
 
 
 def _refuses_maps(c: _Maps) -> str | None:
-    if (why := refuses_graph(mode())) is not None:
+    alike = mode().alike and bool(c.hidden)
+    if not alike and (why := refuses_graph(mode())) is not None:
         return why
     if torch.is_grad_enabled():
         return "gradients are on"
-    tensors = [one for each in c.maps for one in each[:3]]
+    weights = [one for each in c.maps for one in ((each.up,) if c.hidden else each[1:3])]
+    tensors = [*weights, *(c.hidden or (one.x for one in c.maps))]
     if (why := refusal(*tensors)) is not None:
         return why
     x, launch = c.maps[0].x, launching("rwkv7_step_launch")
     if x.element_size() != 2 or any(one.dtype != x.dtype for one in tensors):
         return "it takes one dtype of 16 bits"
-    if not 0 < (rows := x.shape[0] * x.shape[1]) <= launch.ROWS:
-        return f"it takes at most {launch.ROWS} tokens, got {rows}"
+    most = launch.HIDDEN_ROWS if c.hidden else launch.ROWS
+    if not (0 < (rows := x.shape[0] * x.shape[1]) <= most or (alike and rows)):
+        return f"it takes at most {most} tokens, got {rows}"
     if len(c.maps) > launch.PARTS:
         return f"it takes at most {launch.PARTS} maps, got {len(c.maps)}"
-    return None if all(one.numel() and one.is_contiguous() for each in c.maps for one in each[1:3]) else "weights must be contiguous"
+    return None if all(one.numel() and one.is_contiguous() for one in weights) else "weights must be contiguous"
 
 
 def _by_kernels(c: _Maps) -> list[Tensor]:
-    x, *weights, kinds = zip(*c.maps)
-    rows = [one.reshape(-1, one.shape[-1]).contiguous() for one in x]
-    found: list[Tensor] = launching("rwkv7_step_launch").low_rank_maps(rows, *weights, kinds)
+    x, downs, ups, kinds = zip(*c.maps)
+    rows, launch = [one.reshape(-1, one.shape[-1]).contiguous() for one in c.hidden or x], launching("rwkv7_step_launch")
+    early = ready(ups, ups)
+    if c.hidden:
+        found: list[Tensor] = launch.low_rank_ups(rows, ups, kinds, alike=mode().alike, early=early)
+    else:
+        found = launch.low_rank_maps(rows, downs, ups, kinds, early=early)
     return [y.view(*x[0].shape[:-1], -1) for y in found]
 
 
-def _draw_maps(draw: Draw) -> _Maps:
+def _draw_maps(draw: Draw, known: bool = False) -> _Maps:
     C, N = draw.size(40, 2048), draw.size(72, 2048)
     ranks = zip((draw.size(8, 96), draw.size(24, 64), draw.size(8, 96), draw.size(40, 256)), ("tanh", None, None, "sigmoid"))
     parts = [(draw(f"x {n}", 3, 1, C), draw.learned(f"down {n}", C, M, scale=C**-0.5), M, kind) for n, (M, kind) in enumerate(ranks)]
-    return _Maps(tuple(LowRankMap(x, down, draw.learned(f"up {n}", M, N, scale=M**-0.5), k) for n, (x, down, M, k) in enumerate(parts)))
+    maps = tuple(LowRankMap(x, down, draw.learned(f"up {n}", M, N, scale=M**-0.5), k) for n, (x, down, M, k) in enumerate(parts))
+    return _Maps(maps, tuple(draw(f"hidden {n}", 3, 1, one.down.shape[1]) for n, one in enumerate(maps)) if known else ())
 
 
 RWKV7_LOW_RANK: Chain[_Maps, list[Tensor] | None] = Chain(
     "rwkv7_low_rank",
     ChainForm(
         "low_rank_products", _by_kernels, _refuses_maps, lambda c: ("penstock_low_rank_products",),
-        examples(_draw_maps, *HALF, gradients=False, within=in_graph),
+        (
+            *examples(_draw_maps, *HALF, gradients=False, within=in_graph),
+            *examples(partial(_draw_maps, known=True), *HALF, gradients=False, within=in_graph),
+            *examples(partial(_draw_maps, known=True), *HALF, gradients=False, within=rows_alike),
+        ),
     ),
     PARTS,
-    formula=lambda c: [low_rank_map(one) for one in c.maps],
+    formula=lambda c: [low_rank_map(one, hidden) for one, hidden in zip(c.maps, c.hidden or [None] * len(c.maps))],
 )  # fmt: skip
 
 

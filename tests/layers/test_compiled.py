@@ -197,10 +197,10 @@ from penstock.layers.triton import hopper_products_launch as launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
 kernel = launch.hopper_products.penstock_products_hopper
-for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
+for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,), (96, 96, 256, 64, 2048, 2048, 2048)):
     weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
-    if len(sizes) == 5:
-        weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
+    if len(sizes) >= 5:
+        weights = [x if len(x) == 2048 else torch.empty(2048, len(x), dtype=torch.bfloat16).T for x in weights]
     for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512)[:: int(sys.argv[1])]:
         form = launch.form_of(rows, weights, 132)
         if form is None:

@@ -1,6 +1,7 @@
 """Linear maps of few rows on Hopper, emulated on the CPU."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,27 @@ Tiling = launch.Tiling
 
 DTYPES = [torch.bfloat16, torch.float16]
 BLOCKS = Tiling(4, 1, 4, rows=16)
-FORMS = [Tiling(1, 1, 12), Tiling(1, 2, 6), Tiling(2, 1, 3), launch.HALVES, Tiling(4, 1, 8), Tiling(4, 2, 2), BLOCKS]
+FORMS = [
+    Tiling(1, 1, 12),
+    Tiling(1, 2, 6),
+    Tiling(2, 1, 3),
+    launch.HALVES,
+    Tiling(2, 1, 4, rows=64),
+    Tiling(4, 1, 8),
+    Tiling(4, 2, 2),
+    BLOCKS,
+]
 MANY = [
     Tiling(1, 1, 6, 8, 128), Tiling(1, 1, 3, 8, 128), Tiling(1, 1, 4, 8, 128, 256), Tiling(1, 1, 5, 8, 64, 256), Tiling(1, 1, 8, 8),
     Tiling(1, 1, 7, 8, 64, 128, 3), Tiling(1, 1, 4, 8, 128, 0, 3), Tiling(1, 1, 5, 8, 128, 64, 4), Tiling(1, 1, 8, 4, 64, 64, 4), BLOCKS,
 ]  # fmt: skip
 """For more rows."""
-SPREAD = [Tiling(1, 1, 8, 4, SPREAD=4), Tiling(1, 1, 4, 8, 128, 128, 3, 4), Tiling(1, 1, 16, 8, 64, 64, 6, 4)]
+SPREAD = [
+    Tiling(1, 1, 9, 8, 128, 128, 4, 2),
+    Tiling(1, 1, 8, 4, SPREAD=4),
+    Tiling(1, 1, 4, 8, 128, 128, 3, 4),
+    Tiling(1, 1, 16, 8, 64, 64, 6, 4),
+]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -49,14 +64,14 @@ def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 72), (9, 512), (3, 2048), (40, 1160)])
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("parts", [1, 2, 7])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products(form, parts, rows, size, dtype):
     inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(parts)]
-    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((72, 40, 16, 33, 1)[:parts])]
+    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((72, 40, 16, 33, 1, 24, 8)[:parts])]
     exact = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
     wanted = [torch.relu(exact[0]).square(), *exact[1:]]
-    by_columns = [weights[0].T.contiguous().T, *weights[1:]]
+    by_columns = [one if len(one) % 8 else one.T.contiguous().T for one in weights]
     for one, early in ((weights, True), (by_columns, False)):
         for y, formula in zip(products(inputs, one, form, relu_squared=True, early=early), wanted):
             close(y, formula)
@@ -70,10 +85,10 @@ def test_products(form, parts, rows, size, dtype):
 @pytest.mark.parametrize("form", [*MANY, *SPREAD], ids=str)
 def test_many_rows(form, rows, size, dtype):
     inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(3)]
-    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((136, 260, 1))]
+    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((136, 264, 1))]
     exact = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
-    by_columns = [weights[0].T.contiguous().T, *weights[1:]]
-    for one in (weights, by_columns):
+    by_columns = [weights[0].T.contiguous().T, *weights[1:]], [weights[0], *(one.T.contiguous().T for one in weights[1:2]), weights[2]]
+    for one in (weights, *by_columns):
         for y, formula in zip(products(inputs, one, form, relu_squared=True), [torch.relu(exact[0]).square(), *exact[1:]]):
             close(y, formula)
     gate = normal(rows, 136, dtype=dtype)
@@ -138,14 +153,14 @@ def test_order_of_sums(form, rows):
     assert y.equal(wanted.bfloat16())
 
 
-SIZES = [(64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,), (65536,), (2688, 768)]
+SIZES = [(64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,), (65536,), (2688, 768), (2048, 2048, 2048, 96, 96, 256, 64)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_forms_of_any_number_of_rows_sum_the_same_parts(sizes):
     weights = [torch.empty(N, 2048, device="meta") for N in sizes]
     split = launch.split_of(weights)
-    assert split == (1 if sum(sizes) > 6400 else 4)
+    assert split == (1 if sum(sizes) > 7168 else 2 if sum(sizes) > 6400 else 4)
     for rows in (1, 8, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 300, 384, 512, 513):
         form = launch.form_of(rows, weights, 132)
         assert form is not None or rows > 128
@@ -202,14 +217,17 @@ def test_forms_fit_a_multiprocessor(multiprocessors, size):
 
 
 def test_single_maps_of_up_to_128_rows(monkeypatch):
-    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, and a long K up to 64 rows."""
+    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, a long K up to 64 rows, one tile a multiprocessor."""
     decisions = pytest.importorskip("penstock.layers.triton.few_rows_launch")
     monkeypatch.setattr(decisions, "_form", lambda x, weights, alike: launch.form_of(x.shape[0], weights, 132, alike=alike))
+
+    monkeypatch.setattr(decisions.Target, "of", lambda device: SimpleNamespace(multiprocessors=132))
 
     def taken(rows, K, *counts, alike=False):
         return decisions.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], alike)
 
     yes = [(rows, K, N) for rows in (1, 32) for K, N in ((2048, 2048), (7168, 2048), (2048, 65536))]
     yes += [(33, 7168, 2048), (64, 7168, 2048), (33, 2048, 160), (128, 2048, 160), (128, 2048, 7168, 2048), (512, 2048, 4096, 4096)]
-    no = [(65, 7168, 2048), (33, 2048, 2048), (33, 2048, 65536), (129, 2048, 512, 512)]
+    yes += [(33, 2048, 8192), (128, 2048, 8192), (128, 2048, 2048, 2048, 2048, 96, 96, 256, 64)]
+    no = [(65, 7168, 2048), (129, 2048, 8192), (128, 2048, 65536), (33, 2048, 2048), (33, 2048, 65536), (129, 2048, 512, 512)]
     assert [one for one in yes if not taken(*one)] == [one for one in no if taken(*one)] == []

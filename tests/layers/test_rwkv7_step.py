@@ -115,7 +115,7 @@ def test_keys_of_zero_remove_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "C", "ranks"), [(1, 64, (8, 16, 24, 40)), (3, 70, (5,)), (70, 300, (32, 96, 64)), (20, 40, (8, 8))])
+@pytest.mark.parametrize(("rows", "C", "ranks"), [(1, 64, (8, 16, 24, 40)), (3, 70, (5,)), (70, 300, (32, 96, 64)), (20, 40, (8, 280))])
 def test_low_rank_maps(rows, C, ranks, dtype):
     kinds = ["tanh", None, "sigmoid", None][: len(ranks)]
     x = [normal(rows, C, seed=n, dtype=dtype) for n in range(len(ranks))]
@@ -125,3 +125,8 @@ def test_low_rank_maps(rows, C, ranks, dtype):
     for one, down, up, kind, y in zip(x, downs, ups, kinds, launch.low_rank_maps(x, downs, ups, kinds)):
         wanted = functions[kind](one.double() @ down.double()) @ up.double()
         assert error(y, wanted) < 4 * torch.finfo(dtype).eps
+    hidden = [one @ down for one, down in zip(x, downs)]
+    whole, few = (launch.low_rank_ups([one[:n] for one in hidden], ups, kinds, alike=True) for n in (rows, 1))
+    for one, up, kind, y, first in zip(hidden, ups, kinds, whole, few):
+        assert error(y, functions[kind](one.double()) @ up.double()) < 4 * torch.finfo(dtype).eps
+        assert torch.equal(first[0], y[0])

@@ -21,6 +21,8 @@ from .rows import write_rows
 
 PARTS = 5
 """The most linear maps, or interpolations with a low-rank part, of one launch."""
+MOST = 7
+"""The most linear maps of a launch of Hopper's kernel, any of which may have a transposed weight."""
 SHIFTS = 6
 """The most interpolations of ``shifted_norm``."""
 ROWS = 32
@@ -84,12 +86,15 @@ def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
     """Whether ``products`` should compute products of x [R,K]. ``alike``: with ``products_alike``; else where it is the fastest."""
     if alike:
         return _hopper(x.device, weights) is not None
+    form, plain = _form(x, weights, False), len(weights) <= PARTS and all(one.is_contiguous() for one in weights[1:])
     if x.shape[0] <= (ROWS if len(weights) == 1 else SHARED_ROWS):
-        return True
-    form = _form(x, weights, False)
+        return plain or form is not None
     if form is None or len(weights) > 1:
         return form is not None and form.SPREAD == 1
-    return form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
+    if form.SPREAD > 1:
+        return x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG
+    one_each = -(-weights[0].shape[0] // form.HEIGHT) <= Target.of(x.device).multiprocessors
+    return form.APART > 1 or (x.shape[0] <= SHARED_ROWS and one_each)
 
 
 def _streamed(

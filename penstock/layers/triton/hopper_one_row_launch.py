@@ -70,11 +70,11 @@ class Arguments(NamedTuple):
 def takes_low_rank(up: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``low_rank_maps`` takes low-rank maps up [5,M,C] and the linear maps after them: all weights fit into registers.
 
-    Weights so small that ``form_of`` splits K were not measured.
+    Weights so small that ``form_of`` has four parts of K were not measured.
     """
     n, M, C = up.shape
     fits = n == PARTS == len(weights) and M <= RANK and _padded(C) * power(M) <= WEIGHTS
-    return fits and maps.takes(weights) and maps.split_of(weights) == 1
+    return fits and maps.takes(weights) and maps.split_of(weights) < 4
 
 
 def _padded(C: int) -> int:
@@ -114,7 +114,7 @@ def takes_channel_mix(key: Tensor, receptance: Tensor, value: Tensor) -> bool:
     """Whether ``channel_mix`` takes these maps: key and receptance are so large that a program sums over all of K."""
     (F, C), both = key.shape, [key, receptance]
     same = receptance.shape == (C, C) and value.shape == (C, F)
-    return same and C % (LINES * UNIT) == 0 and maps.split_of(both) == 1 and maps.takes(both) and maps.takes([value])
+    return same and C % (LINES * UNIT) == 0 and maps.split_of(both) < 4 and maps.takes(both) and maps.takes([value])
 
 
 def channel_arguments(shift: Shift, weights: Sequence[Tensor], results: Sequence[Tensor], *, early: bool) -> Arguments:

@@ -200,15 +200,15 @@ def product(
 
 @gluon.jit(do_not_specialize=["R"])
 def penstock_products_hopper(
-    x0, x1, x2, x3, x4,  # tiles [BM,BK] of [R,K], BK = 64 APART GROUPS
-    w0, w1, w2, w3, w4,  # tiles [BN,BK] of [N,K]; with ``COLUMNS`` w0 has tiles [BK,BN] of [K,N]
-    y0, y1, y2, y3, y4,  # [R,N]
+    x0, x1, x2, x3, x4, x5, x6,  # tiles [BM,BK] of [R,K], BK = 64 APART GROUPS
+    w0, w1, w2, w3, w4, w5, w6,  # tiles [BN,BK] of [N,K]; where bit i of ``COLUMNS`` is set w_i has tiles [BK,BN] of [K,N]
+    y0, y1, y2, y3, y4, y5, y6,  # [R,N]
     gate,  # [R,n0]
     normed, pool, slots,  # [n0]; [P,n0], row stride ``p_n``; [1]
     parts,  # SPREAD > 1: scratch memory, SPREAD float32 [BN,BM] per tile
     counts,  # SPREAD > 1: the number of finished programs per tile, int32, 0 between launches
-    n0, n1, n2, n3, n4,
-    b1, b2, b3, b4,  # the first program of each map
+    n0, n1, n2, n3, n4, n5, n6,
+    b1, b2, b3, b4, b5, b6,  # the first program of each map
     p_n, R,
     K: gl.constexpr, PARTS: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr,
     BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
@@ -243,23 +243,41 @@ def penstock_products_hopper(
     bars = (x_bars, w_bars, warm)
     if PARTS == 1:
         at = block * BN
-        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS)
+        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS % 2 == 1, GATE, LASTS)
     else:
         if block < b1:
             at = block * BN
-            product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE)
+            product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS % 2 == 1, GATE)
         if (block >= b1) & (block < b2):
             at = (block - b1) * BN
-            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 1) % 2 == 1, False)
         if PARTS > 2:
             if (block >= b2) & (block < b3):
                 at = (block - b2) * BN
-                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+                product(
+                    x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 2) % 2 == 1, False
+                )
         if PARTS > 3:
             if (block >= b3) & (block < b4):
                 at = (block - b3) * BN
-                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+                product(
+                    x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 3) % 2 == 1, False
+                )
         if PARTS > 4:
-            if block >= b4:
+            if (block >= b4) & (block < b5):
                 at = (block - b4) * BN
-                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+                product(
+                    x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 4) % 2 == 1, False
+                )
+        if PARTS > 5:
+            if (block >= b5) & (block < b6):
+                at = (block - b5) * BN
+                product(
+                    x5, w5, y5, others, at, n5, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 5) % 2 == 1, False
+                )
+        if PARTS > 6:
+            if block >= b6:
+                at = (block - b6) * BN
+                product(
+                    x6, w6, y6, others, at, n6, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 6) % 2 == 1, False
+                )

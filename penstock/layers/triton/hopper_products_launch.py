@@ -17,8 +17,8 @@ from . import hopper_products
 from .few_rows_launch import Lasts
 
 UNIT = hopper_products.UNIT.value
-PARTS = 5
-"""The most linear maps of one launch."""
+PARTS = 7
+"""The most linear maps of one launch: three maps and four low-rank maps of RWKV-7."""
 ROWS = 128
 """The most rows of x per program, if its form does not say."""
 
@@ -45,14 +45,17 @@ class Tiling(NamedTuple):
 
 WIDE = 100
 """The least number of tiles of 64 weights for which K is not split: about one program per multiprocessor."""
+HALF = 112
+"""The most tiles of 64 weights for which K is in two parts: tiles of 32 weights then have two programs per multiprocessor. One NVIDIA
+H100, a step of RWKV-7 1.5B (105 tiles) of 1 row: 1.35 ms; 1.49 with K in one part, 1.39 in four; of 8 rows 1.56 and 1.66."""
 HALVES = Tiling(2, 2, 5)
-"""Tiles of 32 weights and two parts of K. Not bitwise equal to one part."""
+"""Tiles of 32 weights and two parts of K."""
 TILES = 2**16 - 1
 """The most tiles of 64 weights of a launch, the second axis of a grid."""
 
 
 def takes(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel can read 16-bit weights and their inputs: rows, and the columns of the first weight, are aligned to 16 bytes."""
+    """Whether the kernel can read 16-bit weights and their inputs: rows, or columns of transposed weights, are aligned to 16 bytes."""
     dense = (weight if weight.is_contiguous() else weight.T for weight in weights)
     lengths = {weights[0].shape[1], *(one.shape[1] for one in dense)}
     return _tiles(weights) <= TILES and all(2 * n % 16 == 0 for n in lengths) and all(one.data_ptr() % 16 == 0 for one in weights)
@@ -64,7 +67,8 @@ def _tiles(weights: Sequence[Tensor]) -> int:
 
 def split_of(weights: Sequence[Tensor]) -> int:
     """The number of parts of K: more for small weights, whatever the number of rows."""
-    return 1 if _tiles(weights) >= WIDE else 4
+    tiles = _tiles(weights)
+    return 1 if tiles > HALF else 2 if tiles >= WIDE else 4
 
 
 def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Tiling | None:
@@ -72,7 +76,10 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike
 
     None: for this many rows, other kernels are as fast. ``alike``: a form that is bitwise equal for all numbers of rows.
     """
-    if split_of(weights) > 1:
+    split = split_of(weights)
+    if split == 2 and (alike or rows <= 16):
+        return _halves(rows, weights, multiprocessors)
+    if split == 4:
         if rows <= 32:
             return Tiling(4, 1, 8 if rows <= 8 else 6 if rows <= 16 else 4)
         few = sum(-(-weight.shape[0] // 16) for weight in weights) * -(-rows // 16) <= multiprocessors
@@ -81,9 +88,19 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
         return Tiling(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
-    if not alike and 4 < rows <= 8 and len(weights) == PARTS and _tiles(weights) <= multiprocessors:
+    if not alike and 4 < rows <= 8 and len(weights) == 5 and _tiles(weights) <= multiprocessors:
         return HALVES  # 8 rows: 0.96 times the time of a step; 4 rows 0.99, 1 row 1.05, the two maps of a channel mix 1.08 to 1.09
     return Tiling(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
+
+
+def _halves(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Tiling | None:
+    """The form with two parts of K; above 64 rows each has programs of its own."""
+    if rows <= 32:
+        return HALVES if rows <= 8 else Tiling(2, 2, 4) if rows <= 16 else Tiling(2, 1, 6)
+    if rows <= 64:
+        return Tiling(2, 1, 4, rows=64)
+    programs = 2 * sum(-(-weight.shape[0] // 128) for weight in weights) * -(-rows // 128)
+    return Tiling(1, 1, 9, 8, 128, 128, 4, 2) if programs <= 2 * multiprocessors else None
 
 
 def _wide(rows: int, tiles: int, multiprocessors: int) -> Tiling | None:
@@ -131,14 +148,14 @@ def arguments(
     """The arguments of ``penstock_products_hopper``."""
     (R, K), more = inputs[0].shape, PARTS - len(weights)
     BM, BN, BK = form.rows or power(min(R, ROWS), 8), form.HEIGHT // form.APART, UNIT * form.APART * form.GROUPS
-    columns = not weights[0].is_contiguous()
+    columns = [not one.is_contiguous() for one in weights]
     inputs = [_in_rows(x if x.data_ptr() % 16 == 0 else x.clone()) for x in inputs]
     weights = [_in_rows(weight) if weight.is_contiguous() else weight for weight in weights]
     tiles = [(x, description(x, Tile(BM, BK, 1))) for x in inputs]
     tiles += [tiles[0]] * more
     for i, weight in enumerate(weights):
-        turned = columns and i == 0
-        tiles.append((weight.T, description(weight.T, Tile(BK, BN, 1))) if turned else (weight, description(weight, Tile(BN, BK, 1))))
+        of_columns, of_rows = Tile(BK, BN, 1), Tile(BN, BK, 1)
+        tiles.append((weight.T, description(weight.T, of_columns)) if columns[i] else (weight, description(weight, of_rows)))
     tiles += [tiles[PARTS]] * more
     rows = [weight.shape[0] for weight in weights]
     begins = [sum(-(-N // BN) for N in rows[:part]) for part in range(len(rows) + 1)]
@@ -156,9 +173,9 @@ def arguments(
         max(min(count, -(-K // (form.SPREAD * BK))), -(-room // form.GROUPS)) for count in (form.STAGES, form.x_stages or form.STAGES)
     )
     constants = {
-        "K": K, "PARTS": len(weights), "RELU_SQUARED": relu_squared, "COLUMNS": columns, "GATE": gate is not None,
-        "LASTS": lasts is not None, "BM": BM, "APART": form.APART, "GROUPS": form.GROUPS, "STAGES": stages, "X_STAGES": x_stages,
-        "HEIGHT": form.HEIGHT, "SPREAD": form.SPREAD, "PDL": early,
+        "K": K, "PARTS": len(weights), "RELU_SQUARED": relu_squared, "COLUMNS": sum(one << i for i, one in enumerate(columns)),
+        "GATE": gate is not None, "LASTS": lasts is not None, "BM": BM, "APART": form.APART, "GROUPS": form.GROUPS, "STAGES": stages,
+        "X_STAGES": x_stages, "HEIGHT": form.HEIGHT, "SPREAD": form.SPREAD, "PDL": early,
     }  # fmt: skip
     return Arguments(programs, tiles, others, constants)
 
