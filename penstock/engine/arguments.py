@@ -7,10 +7,15 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..layers import SoftmaxAttention, SoftmaxAttentionConfig
+from ..layers.attention_pages import unpaged
+from ..layers.sizes import check_whole
 from ..models import CausalLM
 from ..models.probabilities import MOST_TOKENS
+from .pages import pages_of
 from .parameters import SamplingParams
 from .request import Request
+from .state_pool import most_tokens
 from .states import SequenceState
 from .tunings import Tuning
 
@@ -22,14 +27,40 @@ def check_model(model: object) -> None:
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
         complaints.raise_any()
     assert isinstance(model, CausalLM)
-    for kind in dict.fromkeys(mixer.kind for mixer in model.config.mixers if mixer.grows):
+    for kind in dict.fromkeys(one.kind for one in model.config.mixers if one.grows and not isinstance(one, SoftmaxAttentionConfig)):
         name, layers = kind.replace("_", " "), [n for n, mixer in enumerate(model.config.mixers) if mixer.kind == kind]
-        remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
+        remedy = "Its state grows with the sequence, and only that of softmax attention is kept in pages. Use CausalLM.generate."
         complaints.add(RangeError, "model", f"free of {name}", f"{name} in layers {layers}", remedy)
     if model.config.vocab_size > MOST_TOKENS:
         rule = f"of at most {MOST_TOKENS} tokens"
         complaints.add(RangeError, "model", rule, f"a vocabulary of {model.config.vocab_size}", "Use CausalLM.generate.")
     complaints.raise_any()
+
+
+def check_pages(
+    complaints: Complaints, model: CausalLM, slots: int, pages: int | None, max_length: int | None, cuda_graphs: bool | None
+) -> None:
+    """Check the arguments of ``Engine`` for models with softmax attention. Others have none of these layers, and no pages."""
+    given = {"pages": pages, "max_length": max_length}
+    for name, value in given.items():
+        if value is not None:
+            check_whole(complaints, name, value, 1)
+    complaints.raise_any()
+    most = most_tokens(model, max_length)
+    for name, value in given.items():
+        if most is None and value is not None:
+            complaints.add(RangeError, name, "None for a model without softmax attention", value, "Its states have a fixed size.")
+    if most is not None and pages is not None and pages < pages_of(most):
+        rule = f"at least {pages_of(most)}, for a sequence of max_length = {most} tokens"
+        complaints.add(RangeError, "pages", rule, pages, "Or lower max_length.")
+    if cuda_graphs and (why := without_graphs(model)) is not None:
+        complaints.add(RangeError, "cuda_graphs", "None or False with this softmax attention", True, f"The kernels say: {why}.")
+
+
+def without_graphs(model: CausalLM) -> str | None:
+    """Why steps of a model cannot be captured, or None: its softmax attention runs in plain PyTorch, which waits for the device."""
+    layers = [one for one in model.modules() if isinstance(one, SoftmaxAttention)]
+    return next((why for one in layers if (why := unpaged(model.like(), one.sizes[-1])) is not None), None)
 
 
 def check_request(function: str, request: object) -> None:
@@ -41,12 +72,14 @@ def check_request(function: str, request: object) -> None:
 def checked_request(
     function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
     cache_salt: Any = "", tuning: Any = None, share: Any = ("", ""), *, model: CausalLM, tokenizer: Any, vocab_size: int,
-    tunings: Mapping[str, Tuning], model_hash: Callable[[Tuning | None], str],
+    tunings: Mapping[str, Tuning], model_hash: Callable[[Tuning | None], str], max_length: int | None = None,
 ) -> Request:  # fmt: skip
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
 
     vocab_size : int
         Sampled tokens are below it.
+    max_length : int, optional
+        The most tokens of a sequence.
     """
     complaints = Complaints(function)
     if not isinstance(params, SamplingParams):
@@ -93,6 +126,12 @@ def checked_request(
         complaints.add(RangeError, "stop_ids", f"tokens from 0 to {vocab_size - 1}", shortened(last))
     if state is not None and params.prompt_logprobs is not None:
         complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
+    if max_length is not None and known + len(tokens) + params.max_tokens > max_length:
+        if known + len(tokens) > max_length:
+            complaints.add(RangeError, "prompt", f"of at most max_length = {max_length} tokens", f"{known + len(tokens)} tokens")
+        else:
+            rule = f"at most {max_length - known - len(tokens)} after {known + len(tokens)} tokens, for max_length = {max_length}"
+            complaints.add(RangeError, "max_tokens", rule, params.max_tokens)
     complaints.raise_any()
     whole = tokens if state is None else [*state.tokens, *tokens]
     return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt, tuned, share)

@@ -18,15 +18,16 @@ from ..layers.quantization import Kind
 from ..layers.sizes import check_whole
 from ..models import CausalLM, State
 from ..models import quantize as quantized
-from .arguments import check_model, check_request, checked_request
+from .arguments import check_model, check_pages, check_request, checked_request, without_graphs
 from .graphs import StepGraphs
 from .invariance import smallest_block
+from .kept import KeptState
 from .parameters import SamplingParams
 from .request import CHUNK, Event, Request, Result
 from .runner import Runner
 from .state_cache import CacheCounts, StateCache
 from .state_pool import StatePool
-from .states import KeptState, SequenceState, fingerprint, load_state, save_state
+from .states import SequenceState, fingerprint, load_state, save_state
 from .steps import Steps
 from .streaming import Mailbox, Mailboxes
 from .thread import StepThread
@@ -51,6 +52,10 @@ class Stats:
     cache: CacheCounts
     prompt_budget: int
     """The most tokens of prompts in a step that also has tokens of streams."""
+    pages: int = 0
+    """The pages of a model with softmax attention."""
+    free_pages: int = 0
+    """Those that are free. Kept prefixes give way to sequences that need theirs."""
 
 
 class Engine:
@@ -60,7 +65,7 @@ class Engine:
     float32, tokens are equal; with ``batch_invariant``, logits are bitwise equal.
 
     model : CausalLM
-        In evaluation mode; its weights must not change. Models with softmax attention are refused: their state grows with the sequence.
+        In evaluation mode; its weights must not change.
         Hooks of its modules act in every step, on the tokens of all requests; see ``cuda_graphs``.
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
         Without one, prompts must be tokens, results have no text, and there are no stop strings.
@@ -97,6 +102,11 @@ class Engine:
     quantize : "int8" or "int4", optional
         The engine runs ``models.quantize(model, quantize)``, whose large weights are copies in 8 or 4 bits; ``models.load(quantize=...)``
         reads a model without the others.
+    pages : int, optional
+        Of a model with softmax attention: the pages of keys and values that all sequences and kept prefixes share. A page has 64 tokens.
+        Default: enough for ``slots`` sequences of ``max_length`` tokens. With fewer, requests wait for pages.
+    max_length : int, optional
+        Of a model with softmax attention: the most tokens of a sequence. Default: the least ``max_length`` of its layers' configurations.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -109,7 +119,8 @@ class Engine:
         self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int | None = None,
         cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None, states: Mapping[str, State] | None = None,
-        adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None,
+        adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None, pages: int | None = None,
+        max_length: int | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
         model = model if quantize is None else quantized(model, quantize)
@@ -132,6 +143,7 @@ class Engine:
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
         if cuda_graphs and model.like().device.type != "cuda":
             complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
+        check_pages(complaints, model, slots, pages, max_length, cuda_graphs)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
@@ -139,12 +151,13 @@ class Engine:
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
         adapted = with_adapters(model, adapters)
         self.vocab_size = min(model.config.vocab_size, getattr(tokenizer, "vocab_size", model.config.vocab_size))
-        self._pool = StatePool(model, slots)
+        self._pool = StatePool(model, slots, pages, max_length)
         device = self._pool.memory.device
-        self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
+        page_pool = self._pool.pages
+        self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device, page_pool))
         self._block = smallest_block(adapted, token_budget) if batch_invariant else 0
         runner = Runner(adapted, self._pool, self.vocab_size, self._block, bool(adapters))
-        graphs = not any(map(hooked, model.modules())) if cuda_graphs is None else cuda_graphs
+        graphs = not any(map(hooked, model.modules())) and without_graphs(model) is None if cuda_graphs is None else cuda_graphs
         if device.type == "cuda" and graphs:
             runner.graphs = StepGraphs(adapted, self._pool, runner.last, token_budget, self._block, bool(adapters))
         self._steps = Steps(
@@ -387,6 +400,11 @@ class Engine:
         self.close()
 
     @property
+    def max_length(self) -> int | None:
+        """The most tokens of a sequence, prompt and completion. None: any number."""
+        return self._pool.max_length
+
+    @property
     def waiting(self) -> int:
         """The number of completions that wait for a slot."""
         return sum(one.params.n for one in list(self._inbox)) + self._steps.scheduler.waiting
@@ -399,16 +417,20 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Current and cumulative counts."""
-        steps, cache = self._steps, self._cache
+        steps, cache, pages = self._steps, self._cache, self._pool.pages
         return Stats(
             len(steps.scheduler.running), self.waiting, self._pool.slots, steps.steps, steps.prompt_tokens, steps.generated_tokens,
             cache.bytes, len(cache), cache.counts, steps.scheduler.prompt_budget if steps.pace is None else steps.pace.budget,
+            *((0, 0) if pages is None else (pages.count, pages.free)),
         )  # fmt: skip
 
     def check_integrity(self) -> None:
-        """Raise PenstockError if a slot is lost or shared."""
+        """Raise PenstockError if a slot is lost or shared, or a page is lost."""
         with self._lock:
-            self._pool.check_integrity([one.slot for one in self._steps.scheduler.running if one.slot is not None])
+            slots = [one.slot for one in self._steps.scheduler.running if one.slot is not None]
+            self._pool.check_integrity(slots)
+            if self._pool.pages is not None and self._steps.references is not None:
+                self._pool.pages.check_integrity(slots, self._steps.references.every())
 
     def _put(self, request: Request) -> None:
         if self._closed:
@@ -441,4 +463,5 @@ class Engine:
         return checked_request(
             function, prompt, params, priority, boundaries, state, sink, cache_salt, tuning, share, model=self.model,
             tokenizer=self.tokenizer, vocab_size=self.vocab_size, tunings=self.tunings, model_hash=self._tuned_hash,
+            max_length=self.max_length,
         )  # fmt: skip

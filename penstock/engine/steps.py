@@ -12,8 +12,10 @@ from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
 from .choosing import NO_TOKEN
+from .kept import KeptState
 from .minimum import constraint_of
 from .pace import Pace
+from .references import References
 from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .scheduler import Plan, Scheduler
@@ -21,7 +23,7 @@ from .scoring import add_rows, to_logprobs
 from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
-from .states import KeptState, SequenceState
+from .states import SequenceState
 from .text import TextStream
 
 TURN = 512
@@ -48,13 +50,14 @@ class Steps:
         self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
         self.pace = Pace(token_budget) if prompt_budget is None else None
         turn = prompt_budget or TURN
-        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical)
+        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical, pool.pages is not None)
         self._ended = 0.0
         """The time when the last step ended."""
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
+        self.references = None if pool.pages is None else References(pool.pages, cache, self.requests, lambda: self._flight)
         self._events: deque[tuple[Request, Event]] = deque()
         """Events for sinks, in order."""
         self.telling = False
@@ -122,6 +125,7 @@ class Steps:
                 flight.begun, flight.beside = begun, plan.tokens - plan.decodes if plan.decodes else None
             for work in plan.works[plan.decodes :]:
                 work.sequence.saved = None  # the logits were needed until now
+            self._trim(plan)
             self.steps += flight is not None
         except BaseException as error:
             flight = None
@@ -138,10 +142,13 @@ class Steps:
     def state_of(self, sequence: Sequence) -> SequenceState:
         """The state of a sequence after all of its tokens, in the pool or preempted. Call ``drain`` before."""
         if sequence.slot is None:
-            row = sequence.saved.row[-1].to(self.pool.memory.device)
+            row, pages = sequence.saved.row[-1].to(self.pool.memory.device), sequence.saved.first_pages(sequence.computed, sequence.aligned)
         else:
-            row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
-        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash(sequence.request.tuning))
+            kept = self.pool.keep(sequence.slot, sequence.aligned)
+            row, pages = kept.row[0], kept.first_pages(sequence.aligned, sequence.aligned)
+        if self.pool.pages is not None:
+            pages = pages[len(pages) - self.pool.pages.kept(sequence.aligned) :].clone()
+        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash(sequence.request.tuning), pages)
         if self._cached(sequence):
             self._computed.add(state)
         return state
@@ -159,24 +166,26 @@ class Steps:
         """Write the state that a sequence begins with to its slot, which has the state before the first token."""
         assert one.slot is not None
         one.request.began = one.request.began or perf_counter()
-        request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
+        request = one.request
         if one.saved is not None:
-            self.pool.copy_in(rows, one.saved.row)
+            if self.pool.pages is not None and not self.pool.pages.enough(1):
+                one.saved = one.saved.with_pages_on_host()  # a fork whose own reference holds the page that its last one is copied to
+            self.pool.begin(one.slot, one.saved, one.computed)
             if not one.sample_only:
                 one.saved = None
             return
         known = 0
         if request.tuning is not None and request.tuning.row is not None:
-            self.pool.copy_in(rows, request.tuning.row[None])
+            self.pool.begin(one.slot, KeptState(request.tuning.row[None]), 0)
         if request.state is not None:
             one.computed = one.aligned = request.state.aligned
-            self.pool.copy_in(rows, request.state.row[None])
+            self.pool.begin(one.slot, KeptState(request.state.row[None], pages=request.state.pages), one.computed)
         elif self.cache.budget and request.params.prompt_logprobs is None:
             most = len(request.prompt) - (request.params.max_tokens == 0)
             found, state, known = self.cache.lookup(request.prompt[:most], request.space)
             if found:
                 one.computed = one.aligned = request.result.cached_tokens = found
-                self.pool.copy_in(rows, state.row)
+                self.pool.begin(one.slot, state, found)
                 if found == len(request.prompt):
                     one.sample_only, one.saved = True, state
         self.prompt_tokens += len(request.prompt) - one.computed
@@ -190,9 +199,19 @@ class Steps:
         return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
 
     def _preempt(self, one: Sequence) -> None:
-        """Copy both rows to the host."""
+        """Copy both rows to the host, and the pages."""
         assert one.slot is not None
-        one.saved = KeptState(self.pool.copy_out([self.pool.live(one.slot), self.pool.aligned(one.slot)]).cpu())
+        rows = self.pool.copy_out([self.pool.live(one.slot), self.pool.aligned(one.slot)]).cpu()
+        pages = None if self.pool.pages is None else self.pool.pages.copy_out(one.slot, one.computed).cpu()
+        one.saved = KeptState(rows, pages=pages)
+
+    def _trim(self, plan: Plan) -> None:
+        """Free the pages before the windows of sequences whose aligned state has advanced."""
+        if self.pool.pages is not None:
+            for work in plan.works:
+                one = work.sequence
+                if one.slot is not None and work.end == one.aligned:
+                    self.pool.pages.trim(one.slot, one.aligned)
 
     # results of a step
 
@@ -323,7 +342,7 @@ class Steps:
         if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
             tokens, space = one.tokens[: one.aligned], one.request.space
             if not self.cache.contains(tokens, space):
-                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])), space)
+                self.cache.insert(tokens, self.pool.keep(one.slot, one.aligned), space)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
         result, prompt = one.request.result, one.request.prompt
