@@ -76,9 +76,10 @@ def penstock_paged_attention(
     PAGE: tl.constexpr, SPLIT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m and l, and acc, of splits of the keys of R tokens.
+    """m = max(s), l = sum(2^(s - m)) and acc = sum(2^(s - m) v) of splits of the keys, s = c q k^T.
 
-    Reads q, pages of keys and values, and the number of earlier tokens of each sequence. Program (BM / BR tokens of a sequence, BR of the
+    Reads q [R,H,D], pages of keys and values [P,PAGE,G,D], and the number of earlier tokens of each sequence. Writes sums [R,H,S,2] and
+    outputs [R,H,S,D]. Program (BM / BR tokens of a sequence, BR of the
     heads of q of a head of k; a split), with ``whole`` all splits, which are merged into the first one. Row slots[n] of ``pages`` has the
     pages of sequence n; negative slots are skipped. A unit of ``c`` is scale log2(e).
     """
@@ -148,7 +149,10 @@ def penstock_paged_attention_merge(
     window, S, whole,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """o = acc / l of the merged splits. Program (token, BH heads)."""
+    """o = acc / l of the merged splits.
+
+    Reads sums [R,H,S,2], outputs [R,H,S,D], positions [R]. Writes output [R,H,D]. Program (token, BH heads).
+    """
     r = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     d = tl.arange(0, BD)
@@ -184,7 +188,11 @@ def penstock_paged_store(
     T, M, k_r, v_r, page_k, page_v, pages_n,
     W: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of R tokens to their places in pages. Program (token, BLOCK elements). Negative slots write nothing."""
+    """keys[page, place] = k, values[page, place] = v.
+
+    Reads k, v [R,W], positions [R]. Writes rows of keys and values [P,PAGE,W]. Program (token, BLOCK elements). Negative slots write
+    nothing.
+    """
     r = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = r // T
