@@ -92,7 +92,7 @@ def _by_kernel(c: _Attend) -> Tensor:
     )  # fmt: skip
     if not c.q.numel():
         return torch.zeros_like(c.q)
-    given, q, k, v = kernels.Pages(*state), *(x.flatten(0, 1) for x in (c.q, c.k, c.v))
+    given, q, k, v = kernels.Pages(*state[:3]), *(x.flatten(0, 1) for x in (c.q, c.k, c.v))
     kernels.store(k, v, given, tokens)
     output: Tensor = kernels.attend(q, given, tokens, q.shape[-1] ** -0.5, c.window)
     return output.view(c.q.shape)
@@ -152,9 +152,9 @@ def _draw(draw: Draw, pieces: bool = False, window: int | None = None) -> _Atten
     H, G, D = draw.size(6, 32), draw.size(2, 8), draw.size(24, 128)
     shape = (1, 37) if pieces else (3, 1)
     q, k, v = draw("q", *shape, H, D), draw("k", *shape, G, D), draw("v", *shape, G, D)
-    keys, values = draw("keys", 25, PAGE, G, D), draw("values", 25, PAGE, G, D)
+    keys, values = draw("pages", 25, 2, PAGE, G, D).unbind(1)  # rows of one memory, as the lengths are
     pages = draw.whole([*range(1, 11), *[0] * 10, *range(11, 21), 24, 23, 22, 21, *[0] * 6], torch.int32).view(4, 10)
-    lengths = draw.whole([575, 0, 127, 60] if pieces else [575, 0, 600, 63])
+    lengths = draw.whole([575, 9, 0, 9, 127, 9, 60, 9] if pieces else [575, 9, 0, 9, 600, 9, 63, 9])[::2]
     sequences = drawn(draw, q, [0, 1, 19, 19, 37] if pieces else (), [0, 2, 1, 3] if pieces else [2, 0, 3], in_place=True)
     return _Attend(q, k, v, PagedAttentionState(keys, values, pages, lengths), sequences, window)
 

@@ -25,12 +25,11 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def paged(mixer, rows=ROWS, dtype=torch.float32):
-    """A pool whose pages hold other values before they are written, and are in no order."""
+    """A pool whose pages hold other values before they are written, and are in no order. Its tensors are parts of rows, as in an engine."""
     state = mixer.initial_state(rows, torch.empty(0, dtype=dtype)).paged(1 + rows * MOST, MOST)
     state.pages.copy_(1 + torch.randperm(rows * MOST, generator=torch.Generator().manual_seed(1)).view(rows, MOST))
-    for x in (state.keys, state.values):
-        x.fill_(float("nan"))
-    return state
+    keys, values = torch.stack([state.keys, state.values], 1).fill_(float("nan")).unbind(1)
+    return state._replace(keys=keys, values=values, length=torch.stack([state.length, state.length + 9], 1)[:, 0])
 
 
 @pytest.fixture(params=FORMS)

@@ -40,8 +40,6 @@ class Pages(NamedTuple):
     values: Tensor
     pages: Tensor
     """int32 [rows,M]"""
-    lengths: Tensor
-    """int64 [rows]"""
 
 
 class Tokens(NamedTuple):
@@ -78,7 +76,7 @@ def store(k: Tensor, v: Tensor, given: Pages, tokens: Tokens) -> None:
     R, W = k.shape[0], k.shape[1] * k.shape[2]
     k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
     on_device_of(k, kernels.penstock_paged_store)[R, -(-W // BLOCK)](
-        k, v, given.keys, given.values, given.pages, given.lengths if tokens.slots is None else tokens.slots,
+        k, v, given.keys, given.values, given.pages, tokens.positions if tokens.slots is None else tokens.slots,
         tokens.positions if tokens.owners is None else tokens.owners, tokens.positions,
         max(tokens.each, 1), given.pages.shape[1], k.stride(0), v.stride(0), given.keys.stride(0), given.values.stride(0),
         given.pages.stride(0), W=W, PAGE=given.keys.shape[1], SLOTS=tokens.slots is not None, PACKED=tokens.cu_seqlens is not None,
@@ -103,7 +101,7 @@ def attend(q: Tensor, given: Pages, tokens: Tokens, scale: float, window: int | 
     sums, outputs = (q.new_empty(R, H, S, width, dtype=torch.float32) for width in (2, D))
     reach = 0 if window is None else min(window, given.pages.shape[1] * PAGE)
     on_device_of(q, kernels.penstock_paged_attention)[programs, S](
-        q, given.keys, given.values, given.pages, given.lengths, given.lengths if tokens.slots is None else tokens.slots,
+        q, given.keys, given.values, given.pages, tokens.positions, tokens.positions if tokens.slots is None else tokens.slots,
         tokens.positions if tokens.cu_seqlens is None else tokens.cu_seqlens, sums, outputs,
         scale * math.log2(math.e), reach, tokens.sequences, R if packed else tokens.each, S, int(whole), q.stride(0), given.keys.stride(0),
         given.values.stride(0), given.pages.stride(0), H=H, G=G, D=D, BD=BD, BR=BR, BM=BM, BN=BN, PAGE=PAGE, SPLIT=SPLIT,

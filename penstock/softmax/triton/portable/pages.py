@@ -66,7 +66,7 @@ def penstock_paged_attention(
     q,  # [R,H,D]
     keys, values,  # [P,PAGE,G,D]
     pages,  # [rows,M]
-    lengths,  # [rows]
+    positions,  # [R]
     slots,  # [N]
     cu_seqlens,  # [N+1]
     sums,  # [R,H,S,2]
@@ -78,10 +78,9 @@ def penstock_paged_attention(
 ):  # fmt: skip
     """m = max(s), l = sum(2^(s - m)) and acc = sum(2^(s - m) v) of splits of the keys, s = c q k^T.
 
-    Reads q [R,H,D], pages of keys and values [P,PAGE,G,D], and the number of earlier tokens of each sequence. Writes sums [R,H,S,2] and
-    outputs [R,H,S,D]. Program (BM / BR tokens of a sequence, BR of the
-    heads of q of a head of k; a split), with ``whole`` all splits, which are merged into the first one. Row slots[n] of ``pages`` has the
-    pages of sequence n; negative slots are skipped. A unit of ``c`` is scale log2(e).
+    Reads q [R,H,D], pages of keys and values [P,PAGE,G,D], and the positions of tokens [R]. Writes sums [R,H,S,2] and outputs [R,H,S,D].
+    Program (BM / BR tokens of a sequence, BR of the heads of q of a head of k; a split), with ``whole`` all splits, which are merged into
+    the first one. Row slots[n] of ``pages`` has the pages of sequence n; negative slots are skipped. A unit of ``c`` is scale log2(e).
     """
     HEADS: tl.constexpr = H // G
     L: tl.constexpr = BM // BR
@@ -105,7 +104,7 @@ def penstock_paged_attention(
     h = block * BR + i % BR
     live = (token < end - begin - done) & (h < HEADS)
     h = g * HEADS + h
-    first = (tl.load(lengths + row) + done).to(tl.int32)
+    first = tl.load(positions + start).to(tl.int32)
     last = first + tl.minimum(end - begin - done, L).to(tl.int32) - 1
     place = first + token
     low = first * 0
