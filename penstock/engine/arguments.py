@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..models import CausalLM
 from ..models.probabilities import MOST_TOKENS
 from .pages import pages_of
 from .parameters import SamplingParams
-from .request import Request
+from .request import CHUNK, Request
 from .state_pool import most_tokens
 from .states import SequenceState
 from .tunings import Tuning
@@ -35,6 +35,38 @@ def check_model(model: object) -> None:
         rule = f"of at most {MOST_TOKENS} tokens"
         complaints.add(RangeError, "model", rule, f"a vocabulary of {model.config.vocab_size}", "Use CausalLM.generate.")
     complaints.raise_any()
+
+
+def check_sizes(
+    complaints: Complaints, slots: int, token_budget: int, prompt_budget: int | None, cache_bytes: int, host_cache_bytes: int,
+    keep_every: int, max_queue: int,
+) -> None:  # fmt: skip
+    """Check the arguments of ``Engine`` that are numbers."""
+    numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
+    if prompt_budget is not None:
+        numbers["prompt_budget"] = prompt_budget, CHUNK
+    numbers |= {"host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
+    for name, (value, least) in numbers.items():
+        check_whole(complaints, name, value, least)
+    complaints.raise_any()
+    if token_budget < slots + CHUNK:
+        rule = f"at least slots + {CHUNK} = {slots + CHUNK}"
+        complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
+    if keep_every % CHUNK:
+        complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
+
+
+def check_switches(
+    complaints: Complaints, model: CausalLM, batch_invariant: bool, overlap: bool | None, cuda_graphs: bool | None
+) -> None:  # fmt: skip
+    """Check the arguments of ``Engine`` that are True or False."""
+    switches = {"batch_invariant": batch_invariant, "overlap": overlap, "cuda_graphs": cuda_graphs}
+    for name, switch in switches.items():
+        if not isinstance(switch, bool) and (switch is not None or name == "batch_invariant"):
+            rule = "True or False" if name == "batch_invariant" else "True, False or None"
+            complaints.add(DtypeError, name, rule, described(switch))
+    if cuda_graphs is True and model.like().device.type != "cuda":
+        complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
 
 
 def check_pages(
@@ -61,6 +93,31 @@ def without_graphs(model: CausalLM) -> str | None:
     """Why steps of a model cannot be captured, or None: its softmax attention runs in plain PyTorch, which waits for the device."""
     layers = [one for one in model.modules() if isinstance(one, SoftmaxAttention)]
     return next((why for one in layers if (why := unpaged(model.like(), one.sizes[-1])) is not None), None)
+
+
+def check_saved(state: object, notes: object, model_hashes: Iterable[str]) -> None:
+    """Check the arguments of ``save_state``: a state of a model with one of these fingerprints."""
+    if not isinstance(state, SequenceState):
+        raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
+    if notes is not None and not (isinstance(notes, Mapping) and all(isinstance(one, str) for pair in notes.items() for one in pair)):
+        raise DtypeError(f"save_state: notes must be a dict of texts or None, got {described(notes)}. Write other values as JSON.")
+    if state.model not in model_hashes:
+        raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
+
+
+def each_prompt(prompts: Any, params: Any) -> Iterable[tuple[Any, Any]]:
+    """The prompts of ``generate``, each with its parameters. Raises DtypeError, or ShapeError for another number of parameters."""
+    if not isinstance(prompts, Items):
+        rule = "a text, a list of tokens, or a list of such"
+        complaints = Complaints("generate")
+        complaints.add(DtypeError, "prompts", rule, described(prompts), "Arrays have tolist().")
+        complaints.raise_any()
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    listed = [prompts] if one else prompts
+    given = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
+    if len(given) != len(listed):
+        raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
+    return zip(listed, given)
 
 
 def check_request(function: str, request: object) -> None:

@@ -8,22 +8,21 @@ from collections.abc import Iterable
 from itertools import repeat
 from time import perf_counter
 from typing import Any
-from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
 from .choosing import NO_TOKEN
+from .entry import Entry
 from .kept import KeptState
 from .minimum import constraint_of
 from .pace import Pace
 from .references import References
-from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs, aligned
+from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs
 from .runner import Flight, Runner
 from .scheduler import Plan, Scheduler
 from .scoring import add_rows, to_logprobs
 from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
-from .states import SequenceState
 from .text import TextStream
 
 TURN = 512
@@ -47,10 +46,11 @@ class Steps:
         overlap: bool, canonical: bool, tokenizer: Any, model_hash: Any,
     ) -> None:  # fmt: skip
         self.runner, self.pool, self.cache, self.tokenizer = runner, pool, cache, tokenizer
-        self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
+        self.keep_every, self.overlap = keep_every, overlap
+        self.entry = Entry(pool, cache, keep_every, model_hash)
         self.pace = Pace(token_budget) if prompt_budget is None else None
         turn = prompt_budget or TURN
-        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical, pool.pages is not None)
+        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self.entry.preempt, canonical, pool.pages is not None)
         self._ended = 0.0
         """The time when the last step ended."""
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
@@ -62,8 +62,6 @@ class Steps:
         """Events for sinks, in order."""
         self.telling = False
         """Whether a sink is being called."""
-        self._computed: WeakSet[SequenceState] = WeakSet()
-        """States that this engine computed from their tokens. The rows of other states, for example from files, cannot be trusted."""
 
     def add(self, request: Request) -> None:
         """Accept a request. If its decoders cannot be created, it fails."""
@@ -125,7 +123,7 @@ class Steps:
                 flight.begun, flight.beside = begun, plan.tokens - plan.decodes if plan.decodes else None
             for work in plan.works[plan.decodes :]:
                 work.sequence.saved = None  # the logits were needed until now
-            self._trim(plan)
+            self.entry.trim(plan)
             self.steps += flight is not None
         except BaseException as error:
             flight = None
@@ -139,79 +137,12 @@ class Steps:
             self.drain()
         return flight is not None or before is not None or bool(plan.admitted)
 
-    def state_of(self, sequence: Sequence) -> SequenceState:
-        """The state of a sequence after all of its tokens, in the pool or preempted. Call ``drain`` before."""
-        if sequence.slot is None:
-            row, pages = sequence.saved.row[-1].to(self.pool.memory.device), sequence.saved.first_pages(sequence.computed, sequence.aligned)
-        else:
-            kept = self.pool.keep(sequence.slot, sequence.aligned)
-            row, pages = kept.row[0], kept.first_pages(sequence.aligned, sequence.aligned)
-        if self.pool.pages is not None:
-            pages = pages[len(pages) - self.pool.pages.kept(sequence.aligned) :].clone()
-        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash(sequence.request.tuning), pages)
-        if self._cached(sequence):
-            self._computed.add(state)
-        return state
-
-    # entering and leaving the pool
-
     def _admit(self, one: Sequence) -> None:
         """Start a sequence in its slot. If its state cannot be written, its request fails."""
         try:
-            self._begin(one)
+            self.prompt_tokens += self.entry.begin(one)
         except Exception as error:
             self._fail([one.request], self._described(error, 0))
-
-    def _begin(self, one: Sequence) -> None:
-        """Write the state that a sequence begins with to its slot, which has the state before the first token."""
-        assert one.slot is not None
-        one.request.began = one.request.began or perf_counter()
-        request = one.request
-        if one.saved is not None:
-            if self.pool.pages is not None and not self.pool.pages.enough(1):
-                one.saved = one.saved.with_pages_on_host()  # a fork whose own reference holds the page that its last one is copied to
-            self.pool.begin(one.slot, one.saved, one.computed)
-            if not one.sample_only:
-                one.saved = None
-            return
-        known = 0
-        if request.tuning is not None and request.tuning.row is not None:
-            self.pool.begin(one.slot, KeptState(request.tuning.row[None]), 0)
-        if request.state is not None:
-            one.computed = one.aligned = request.state.aligned
-            self.pool.begin(one.slot, KeptState(request.state.row[None], pages=request.state.pages), one.computed)
-        elif self.cache.budget and request.params.prompt_logprobs is None:
-            most = len(request.prompt) - (request.params.max_tokens == 0)
-            found, state, known = self.cache.lookup(request.prompt[:most], request.space)
-            if found:
-                one.computed = one.aligned = request.result.cached_tokens = found
-                self.pool.begin(one.slot, state, found)
-                if found == len(request.prompt):
-                    one.sample_only, one.saved = True, state
-        self.prompt_tokens += len(request.prompt) - one.computed
-        if self._cached(one):
-            several = range(self.keep_every, len(request.prompt) + self.keep_every, self.keep_every)
-            marks = {len(request.prompt), known, *request.boundaries, *several}
-            one.cuts = {aligned(mark) for mark in marks}
-
-    def _cached(self, one: Sequence) -> bool:
-        """Whether the cache may keep states of a sequence. Lookups use only the tokens, so states must be computed from these."""
-        return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
-
-    def _preempt(self, one: Sequence) -> None:
-        """Copy both rows to the host, and the pages."""
-        assert one.slot is not None
-        rows = self.pool.copy_out([self.pool.live(one.slot), self.pool.aligned(one.slot)]).cpu()
-        pages = None if self.pool.pages is None else self.pool.pages.copy_out(one.slot, one.computed).cpu()
-        one.saved = KeptState(rows, pages=pages)
-
-    def _trim(self, plan: Plan) -> None:
-        """Free the pages before the windows of sequences whose aligned state has advanced."""
-        if self.pool.pages is not None:
-            for work in plan.works:
-                one = work.sequence
-                if one.slot is not None and work.end == one.aligned:
-                    self.pool.pages.trim(one.slot, one.aligned)
 
     # results of a step
 
@@ -266,7 +197,7 @@ class Steps:
         try:
             params = one.request.params
             text = self.tokenizer.decode(one.request.prompt) if params.echo and self.tokenizer is not None else ""
-            state = self.state_of(one) if params.keep_state else None
+            state = self.entry.state_of(one) if params.keep_state else None
             for other in one.request.sequences:
                 one.request.result.completions[other.index].state = state
                 self._emit(other, (), text, (), "length")
@@ -285,7 +216,7 @@ class Steps:
         """Take a sampled token: text, reasons to end, the event."""
         if token == NO_TOKEN:
             state = one.request.state
-            if state is not None and state not in self._computed:
+            if state is not None and not self.entry.computed(state):
                 rule = "such that a token may follow: its logits finite, one of them at least"
                 got = f"one with NaN, inf or none after {len(one.tokens)} tokens"
                 raise RangeError(f"submit: state must be {rule}, got {got}. Continue from another state, or from its text.")
@@ -330,19 +261,12 @@ class Steps:
         if reason is not None:
             completion.finish_reason = reason
             if request.params.keep_state and completion.state is None:
-                completion.state = self.state_of(one)
-            self._keep_last(one)
+                completion.state = self.entry.state_of(one)
+            self.entry.keep_last(one)
             self.scheduler.remove(one)
             self._close_if_done(request)
         if request.sink is not None:
             self._events.append((request, Event(one.index, tokens, text, logprobs, reason)))
-
-    def _keep_last(self, one: Sequence) -> None:
-        """Cache the aligned state of a finished sequence: the next turn of a conversation continues from it."""
-        if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
-            tokens, space = one.tokens[: one.aligned], one.request.space
-            if not self.cache.contains(tokens, space):
-                self.cache.insert(tokens, self.pool.keep(one.slot, one.aligned), space)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
         result, prompt = one.request.result, one.request.prompt

@@ -372,7 +372,7 @@ def test_a_request_that_comes_while_the_engine_closes_is_cancelled():
             engine.close()
             super().append(request)
 
-    engine._inbox = Late()
+    engine._inbox._requests = Late()
     request = engine.submit([1], PARAMS)
     assert request.result.completions[0].finish_reason == "cancelled"
     assert_idle(engine)

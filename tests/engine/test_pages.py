@@ -50,7 +50,7 @@ def test_requests_that_wait_for_pages_give_equal_tokens(name, overlap):
     wanted = Engine(model, slots=4, token_budget=256, cache_bytes=0).generate(prompts, params)
     engine = Engine(model, slots=4, token_budget=256, pages=7, max_length=320, overlap=overlap)
     preempted = []
-    engine._steps.scheduler._on_preempt = lambda one: (preempted.append(one), engine._steps._preempt(one))
+    engine._steps.scheduler._on_preempt = lambda one: (preempted.append(one), engine._steps.entry.preempt(one))
     requests = [engine.submit(prompt, one) for prompt, one in zip(prompts, params)]
     assert finished(engine, *requests) == [[one.tokens for one in result.completions] for result in wanted]
     assert preempted or name == "hybrid_window"
