@@ -135,7 +135,7 @@ class Steps:
             self._guarded(before)
         if not self.overlap:
             self.drain()
-        return flight is not None or before is not None or bool(plan.admitted)
+        return before is not None or bool(plan.works or plan.admitted)
 
     def _admit(self, one: Sequence) -> None:
         """Start a sequence in its slot. If its state cannot be written, its request fails."""

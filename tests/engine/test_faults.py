@@ -263,7 +263,7 @@ def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(engine.model, "advance", fail)
-    engine.step()
+    assert engine.step()  # the other requests wait
     monkeypatch.setattr(engine.model, "advance", whole)
     assert [request.done for request in requests] == [True, True, False, False]
     for request in requests[:2]:

@@ -280,3 +280,22 @@ def test_many_requests_leave_no_page_behind(name, overlap):
         pass
     assert not engine._steps.requests
     assert_free(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a kernel is broken")])
+def test_failed_steps_leave_no_page_behind(error, monkeypatch):
+    engine = Engine(model_of("hybrid"), slots=3, token_budget=256, pages=8, max_length=320)
+    whole, calls = engine.model.advance, iter(range(10**6))
+
+    def sometimes(*given, **options):
+        if next(calls) % 9 == 8:
+            raise error
+        return whole(*given, **options)
+
+    monkeypatch.setattr(engine.model, "advance", sometimes)
+    requests = [engine.submit(PROMPT[: 40 + 30 * (n % 4)], greedy(4, n=1 + n % 3)) for n in range(12)]
+    while engine.step():
+        engine.check_integrity()
+    assert all(one.done for one in requests)
+    assert {one.result.error is None for one in requests} == {False, True}
+    assert_free(engine)
