@@ -273,13 +273,7 @@ class Engine:
             self._receive()
             self._steps.drain()
             self._deliver()
-            ours = request in self._steps.requests  # the slot of a request of another engine holds another sequence here
-            one = request.sequences[index] if ours and index < len(request.sequences) else None
-            if one is None or one.slot is None or one.computed < len(request.prompt):
-                rule = "must be running in this engine and past its prompt"
-                remedy = "For a finished one, set keep_state in its SamplingParams."
-                raise EngineError(f"state_of: completion {index} {rule}, got one that is not. {remedy}")
-            return self._steps.entry.state_of(one)
+            return self._steps.entry.state_of(self._steps.past_prompt(request, index))
 
     # states in files
 

@@ -137,6 +137,16 @@ class Steps:
             self.drain()
         return before is not None or bool(plan.works or plan.admitted)
 
+    def past_prompt(self, request: Request, index: int) -> Sequence:
+        """The sequence of a completion that runs. Raises EngineError for others. Call ``drain`` before."""
+        ours = request in self.requests  # the slot of a request of another engine holds another sequence here
+        one = request.sequences[index] if ours and index < len(request.sequences) else None
+        if one is None or one.slot is None or one.computed < len(request.prompt):
+            rule = "must be running in this engine and past its prompt"
+            remedy = "For a finished one, set keep_state in its SamplingParams."
+            raise EngineError(f"state_of: completion {index} {rule}, got one that is not. {remedy}")
+        return one
+
     def _admit(self, one: Sequence) -> None:
         """Start a sequence in its slot. If its state cannot be written, its request fails."""
         try:
