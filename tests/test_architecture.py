@@ -13,6 +13,7 @@ NAMING = {
     "penstock": "the public functions",
     "penstock.layers.sequences": "layers call the public functions of their recurrence",
     "penstock.layers.softmax_attention": "the layer of softmax attention",
+    "penstock.layers.attention_pages": "the same over pages",
     "penstock.compat.fla": "other projects' names on the public functions",
     "penstock.compat.fla_delta": "other projects' names on the public functions",
     "penstock.compat.flash_rwkv": "other projects' names on the public functions",

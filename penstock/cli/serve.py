@@ -100,6 +100,18 @@ def serve(
             min=64,
         ),
     ] = None,
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Of hybrids with softmax attention: pages of 64 tokens that completions and cached prefixes share. "
+            "Default: enough for all slots.",
+            min=1,
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Of hybrids: tokens of a prompt and its completion at most. Default: as the model is configured.", min=1),
+    ] = None,
     cache: Annotated[int, typer.Option(help="MiB for states of earlier prompts on the device.", min=0)] = 256,
     host_cache: Annotated[int, typer.Option(help="MiB for states that leave the device.", min=0)] = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Equal bits whatever runs beside it, at some cost.")] = False,
@@ -189,6 +201,7 @@ def serve(
         settings={
             "slots": slots, "token_budget": token_budget, "prompt_budget": prompt_budget, "cache_bytes": cache * MEBIBYTE,
             "host_cache_bytes": host_cache * MEBIBYTE, "max_queue": max_queue, "batch_invariant": batch_invariant,
+            "pages": pages, "max_length": max_length,
         },
     )  # fmt: skip
     shared: dict[str, Any] = {

@@ -3,54 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
+from ..errors import Complaints, EngineError, QueueFull, RangeError
 from ..layers.adapted import Factors
 from ..layers.as_written import hooked
 from ..layers.quantization import Kind
 from ..layers.sizes import check_whole
 from ..models import CausalLM, State
 from ..models import quantize as quantized
-from .arguments import check_model, check_request, checked_request
+from .arguments import (
+    check_model,
+    check_pages,
+    check_request,
+    check_saved,
+    check_sizes,
+    check_switches,
+    checked_request,
+    each_prompt,
+    without_graphs,
+)
 from .graphs import StepGraphs
+from .inbox import Inbox
 from .invariance import smallest_block
+from .kept import KeptState
 from .parameters import SamplingParams
-from .request import CHUNK, Event, Request, Result
+from .request import Event, Request, Result
 from .runner import Runner
-from .state_cache import CacheCounts, StateCache
+from .state_cache import StateCache
 from .state_pool import StatePool
-from .states import KeptState, SequenceState, fingerprint, load_state, save_state
+from .states import SequenceState, fingerprint, load_state, save_state
+from .stats import Stats
 from .steps import Steps
 from .streaming import Mailbox, Mailboxes
 from .thread import StepThread
 from .tunings import Tuning, check_tunings, model_hashes, tunings_of, with_adapters
 
 Prompt = str | Items[int]
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Current and cumulative counts of an engine."""
-
-    running: int
-    waiting: int
-    slots: int
-    steps: int
-    prompt_tokens: int
-    """Computed tokens of prompts. Those from the cache do not count."""
-    generated_tokens: int
-    cache_bytes: int
-    cache_entries: int
-    cache: CacheCounts
-    prompt_budget: int
-    """The most tokens of prompts in a step that also has tokens of streams."""
 
 
 class Engine:
@@ -60,7 +53,7 @@ class Engine:
     float32, tokens are equal; with ``batch_invariant``, logits are bitwise equal.
 
     model : CausalLM
-        In evaluation mode; its weights must not change. Models with softmax attention are refused: their state grows with the sequence.
+        In evaluation mode; its weights must not change.
         Hooks of its modules act in every step, on the tokens of all requests; see ``cuda_graphs``.
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
         Without one, prompts must be tokens, results have no text, and there are no stop strings.
@@ -97,6 +90,11 @@ class Engine:
     quantize : "int8" or "int4", optional
         The engine runs ``models.quantize(model, quantize)``, whose large weights are copies in 8 or 4 bits; ``models.load(quantize=...)``
         reads a model without the others.
+    pages : int, optional
+        Of a model with softmax attention: the pages of keys and values that all sequences and kept prefixes share. A page has 64 tokens.
+        Default: enough for ``slots`` sequences of ``max_length`` tokens. With fewer, requests wait for pages.
+    max_length : int, optional
+        Of a model with softmax attention: the most tokens of a sequence. Default: the least ``max_length`` of its layers' configurations.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -109,42 +107,28 @@ class Engine:
         self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int | None = None,
         cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None, states: Mapping[str, State] | None = None,
-        adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None,
+        adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None, pages: int | None = None,
+        max_length: int | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
         model = model if quantize is None else quantized(model, quantize)
         states, adapters = {} if states is None else states, {} if adapters is None else adapters
-        numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
-        if prompt_budget is not None:
-            numbers["prompt_budget"] = prompt_budget, CHUNK
-        numbers |= {"host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
-        for name, (value, least) in numbers.items():
-            check_whole(complaints, name, value, least)
-        switches = {"batch_invariant": batch_invariant, "overlap": overlap, "cuda_graphs": cuda_graphs}
-        for name, switch in switches.items():
-            if not isinstance(switch, bool) and (switch is not None or name == "batch_invariant"):
-                rule = "True or False" if name == "batch_invariant" else "True, False or None"
-                complaints.add(DtypeError, name, rule, described(switch))
-        complaints.raise_any()
-        if token_budget < slots + CHUNK:
-            rule = f"at least slots + {CHUNK} = {slots + CHUNK}"
-            complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
-        if cuda_graphs and model.like().device.type != "cuda":
-            complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
-        if keep_every % CHUNK:
-            complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
+        check_switches(complaints, model, batch_invariant, overlap, cuda_graphs)
+        check_sizes(complaints, slots, token_budget, prompt_budget, cache_bytes, host_cache_bytes, keep_every, max_queue)
+        check_pages(complaints, model, slots, pages, max_length, cuda_graphs)
         complaints.raise_any()
         check_tunings(complaints, model, states, adapters)
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
         adapted = with_adapters(model, adapters)
         self.vocab_size = min(model.config.vocab_size, getattr(tokenizer, "vocab_size", model.config.vocab_size))
-        self._pool = StatePool(model, slots)
+        self._pool = StatePool(model, slots, pages, max_length)
         device = self._pool.memory.device
-        self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
+        page_pool = self._pool.pages
+        self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device, page_pool))
         self._block = smallest_block(adapted, token_budget) if batch_invariant else 0
         runner = Runner(adapted, self._pool, self.vocab_size, self._block, bool(adapters))
-        graphs = not any(map(hooked, model.modules())) if cuda_graphs is None else cuda_graphs
+        graphs = not any(map(hooked, model.modules())) and without_graphs(model) is None if cuda_graphs is None else cuda_graphs
         if device.type == "cuda" and graphs:
             runner.graphs = StepGraphs(adapted, self._pool, runner.last, token_budget, self._block, bool(adapters))
         self._steps = Steps(
@@ -157,10 +141,8 @@ class Engine:
         self._model_hash: str | None = None
         self._lock = threading.RLock()
         """Held during a step, and during changes of the state that steps read."""
-        self._inbox: deque[Request] = deque()
-        self._commands: deque[Callable[[], None]] = deque()
-        """Commands that run between steps."""
         self._thread = StepThread()
+        self._inbox = Inbox(self._thread.wake.set)
         self._closed = False
         self._mailboxes = Mailboxes()
 
@@ -180,17 +162,7 @@ class Engine:
 
         May be called from several threads.
         """
-        if not isinstance(prompts, Items):
-            complaints = Complaints("generate")
-            rule = "a text, a list of tokens, or a list of such"
-            complaints.add(DtypeError, "prompts", rule, described(prompts), "Arrays have tolist().")
-            complaints.raise_any()
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed: Items[Any] = [prompts] if one else prompts
-        given: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
-        if len(given) != len(listed):
-            raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
-        requests = [self._request("generate", prompt, some, tuning=tuning) for prompt, some in zip(listed, given)]
+        requests = [self._request("generate", prompt, some, tuning=tuning) for prompt, some in each_prompt(prompts, params)]
         try:
             for request in requests:
                 self._put(request)
@@ -279,7 +251,7 @@ class Engine:
         """End a request and free its slot before the next step. Ignores requests that are done or of another engine."""
         check_request("cancel", request)
         if not request.done:
-            self._command(lambda: self._steps.cancel(request))
+            self._inbox.command(lambda: self._steps.cancel(request))
 
     def fork(self, request: Request, prompt: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """A new request that continues a completion of a running one after its last token, or after a further prompt.
@@ -301,13 +273,7 @@ class Engine:
             self._receive()
             self._steps.drain()
             self._deliver()
-            ours = request in self._steps.requests  # the slot of a request of another engine holds another sequence here
-            one = request.sequences[index] if ours and index < len(request.sequences) else None
-            if one is None or one.slot is None or one.computed < len(request.prompt):
-                rule = "must be running in this engine and past its prompt"
-                remedy = "For a finished one, set keep_state in its SamplingParams."
-                raise EngineError(f"state_of: completion {index} {rule}, got one that is not. {remedy}")
-            return self._steps.state_of(one)
+            return self._steps.entry.state_of(self._steps.past_prompt(request, index))
 
     # states in files
 
@@ -326,12 +292,7 @@ class Engine:
         notes : dict of str, optional
             Additional metadata of the file.
         """
-        if not isinstance(state, SequenceState):
-            raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
-        if notes is not None and not (isinstance(notes, Mapping) and all(isinstance(one, str) for pair in notes.items() for one in pair)):
-            raise DtypeError(f"save_state: notes must be a dict of texts or None, got {described(notes)}. Write other values as JSON.")
-        if state.model not in model_hashes(self.model_hash, self.tunings):
-            raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
+        check_saved(state, notes, model_hashes(self.model_hash, self.tunings))
         save_state(state, path, self.model, self._pool, notes or {})
 
     def load_state(self, path: str | Path) -> SequenceState:
@@ -387,48 +348,41 @@ class Engine:
         self.close()
 
     @property
+    def max_length(self) -> int | None:
+        """The most tokens of a sequence, prompt and completion. None: any number."""
+        return self._pool.max_length
+
+    @property
     def waiting(self) -> int:
         """The number of completions that wait for a slot."""
-        return sum(one.params.n for one in list(self._inbox)) + self._steps.scheduler.waiting
+        return self._inbox.completions() + self._steps.scheduler.waiting
 
     def waiting_of(self, client: str) -> int:
         """The number of waiting completions of one client."""
-        inbox = sum(one.params.n for one in list(self._inbox) if one.share[0] == client)
-        return inbox + self._steps.scheduler.shares.waiting(client)
+        return self._inbox.completions(client) + self._steps.scheduler.shares.waiting(client)
 
     @property
     def stats(self) -> Stats:
         """Current and cumulative counts."""
-        steps, cache = self._steps, self._cache
-        return Stats(
-            len(steps.scheduler.running), self.waiting, self._pool.slots, steps.steps, steps.prompt_tokens, steps.generated_tokens,
-            cache.bytes, len(cache), cache.counts, steps.scheduler.prompt_budget if steps.pace is None else steps.pace.budget,
-        )  # fmt: skip
+        return Stats.of(self._steps, self.waiting)
 
     def check_integrity(self) -> None:
-        """Raise PenstockError if a slot is lost or shared."""
+        """Raise PenstockError if a slot is lost or shared, or a page is lost."""
         with self._lock:
-            self._pool.check_integrity([one.slot for one in self._steps.scheduler.running if one.slot is not None])
+            slots = [one.slot for one in self._steps.scheduler.running if one.slot is not None]
+            self._pool.check_integrity(slots)
+            if self._pool.pages is not None and self._steps.references is not None:
+                self._pool.pages.check_integrity(slots, self._steps.references.every())
 
     def _put(self, request: Request) -> None:
         if self._closed:
             raise EngineError("submit: the engine must be open, got a closed one. Make a new one.")
-        self._inbox.append(request)
-        self._thread.wake.set()
+        self._inbox.put(request)
         if self._closed:  # closed meanwhile, perhaps before it saw this request
             self.close()
 
-    def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._thread.wake.set()
-
     def _receive(self) -> None:
-        while self._inbox or self._commands:
-            command = self._commands.popleft() if self._commands else None
-            while self._inbox:  # after popleft: a command follows the request it refers to
-                self._steps.add(self._inbox.popleft())
-            if command is not None:
-                command()
+        self._inbox.receive(self._steps.add)
 
     def _deliver(self) -> None:
         self._steps.tell()
@@ -441,4 +395,5 @@ class Engine:
         return checked_request(
             function, prompt, params, priority, boundaries, state, sink, cache_salt, tuning, share, model=self.model,
             tokenizer=self.tokenizer, vocab_size=self.vocab_size, tunings=self.tunings, model_hash=self._tuned_hash,
+            max_length=self.max_length,
         )  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
+from ..layers import SoftmaxAttentionState
 from ..layers.modes import rows_alike
 from ..layers.quantized import QuantizedLinear
-from ..models import CausalLM
+from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
@@ -73,11 +74,22 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
     return True
 
 
+def _pool(model: CausalLM) -> State:
+    """A pool of ``LIVE`` rows, in softmax attention layers with a page each."""
+    pool = model.initial_state(LIVE, max_length=0)
+    for n, one in enumerate(pool):
+        if isinstance(one.mixer, SoftmaxAttentionState):
+            paged = one.mixer.paged(LIVE + 1, 1)
+            paged.pages[:, 0] = torch.arange(1, LIVE + 1)
+            pool[n] = one._replace(mixer=paged)
+    return pool
+
+
 @torch.no_grad()
 def _probe(model: CausalLM, tokens: int, place: int, live: int) -> list[Tensor]:
     """Logits and states of ``live`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
     device, V = model.like().device, model.config.vocab_size
-    pool = model.initial_state(LIVE)
+    pool = _pool(model)
     model.advance(torch.arange(2 * LIVE, device=device).view(LIVE, 2) % V, pool)
     ids = torch.arange(tokens, device=device) * (7 + tokens) % V
     ids[place : place + live] = torch.arange(live, device=device) * 5 % V

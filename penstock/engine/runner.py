@@ -16,12 +16,12 @@ from ..layers.modes import rows_alike
 from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
+from .kept import KeptState
 from .request import CHUNK, Request, Sequence
 from .sampler import Sampler
 from .scheduler import Plan, Work
 from .scoring import logprobs_of
 from .state_pool import StatePool
-from .states import KeptState
 from .transfer import ToHost, to_device
 
 
@@ -74,6 +74,8 @@ class Runner:
         known = [work for work in others if work.end == work.begin]  # forks and cache hits: their logits are known
         flight = Flight(plan.works, [*decodes, *(work for work in pieces if work.sample), *known])
         logits = None
+        if self.pool.pages is not None:
+            self.pool.pages.flush()
         if decodes or pieces:
             scored = [work for work in pieces if self._scored(work)]
             with rows_alike() if self.block else nullcontext():
@@ -90,7 +92,7 @@ class Runner:
                 self._keep(flight, pieces, logits[plan.decodes :])
             for work in plan.completing:
                 if work.end in work.sequence.cuts:
-                    flight.kept.append((work.sequence, work.end, KeptState(self.pool.copy_out([self.pool.aligned(_slot(work))]), None)))
+                    flight.kept.append((work.sequence, work.end, self.pool.keep(_slot(work), work.end)))
         for work in known:
             one = work.sequence
             if one.index == 0 and one.request.params.n > 1:  # a cache hit
@@ -156,11 +158,9 @@ class Runner:
             one, slot = work.sequence, _slot(work)
             if work.on_aligned and work.end in one.cuts:
                 ends_prompt = work.end == len(one.request.prompt)
-                row = self.pool.copy_out([self.pool.aligned(slot)])
-                flight.kept.append((one, work.end, KeptState(row, logits[n].clone() if ends_prompt else None)))
+                flight.kept.append((one, work.end, self.pool.keep(slot, work.end, logits[n].clone() if ends_prompt else None)))
             if work.sample and one.index == 0 and one.request.params.n > 1 and work.end == len(one.request.prompt):
-                rows = self.pool.copy_out([self.pool.live(slot), self.pool.aligned(slot)])
-                flight.forks.append((one.request, one.aligned, KeptState(rows, logits[n].clone())))
+                flight.forks.append((one.request, one.aligned, self.pool.keep(slot, work.end, logits[n].clone(), live=True)))
 
     def _sample(self, flight: Flight, decodes: Items[Work], pieces: Items[Work], known: Items[Work], logits: Tensor | None) -> None:
         parts = []

@@ -17,6 +17,10 @@ running one in these cases:
 
 Each preemption makes shares more even, or the running sequences due earlier, so two sequences cannot preempt each other in turn. Sequences
 of one request never preempt each other, except by priority.
+
+Models with softmax attention also need pages (``pages``). A waiting sequence gets a slot only if there are pages for its tokens so far and
+a chunk. In each step, running sequences get the pages that they need next, those due first before the others. If there are too few, those
+due last are preempted, and wait for pages for all their tokens. The first one always runs, because one sequence fits into the pages.
 """
 
 from __future__ import annotations
@@ -44,6 +48,15 @@ class Slots(Protocol):
 
     def release(self, slot: int) -> None:
         """Free a slot."""
+
+    def fits(self, tokens: int) -> bool:
+        """Whether there are pages for so many tokens."""
+
+    def grow(self, slot: int, tokens: int) -> int:
+        """Give a slot pages for its first ``tokens`` tokens, as far as there are any; the number of tokens for which it has pages."""
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """The same for a new sequence, so that ``fits`` counts its pages, unless windows make most of them needless."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,13 +104,15 @@ class Scheduler:
     canonical : bool
         Aligned states have tokens of prompts only, so their bits are a function of the tokens alone. Otherwise they may have generated
         tokens, too.
+    paged : bool
+        Whether sequences need pages.
     """
 
     def __init__(
         self, slots: Slots, token_budget: int, prompt_budget: int, admit: Callable[[Sequence], None] = lambda _: None,
-        preempt: Callable[[Sequence], None] = lambda _: None, canonical: bool = True,
+        preempt: Callable[[Sequence], None] = lambda _: None, canonical: bool = True, paged: bool = False,
     ) -> None:  # fmt: skip
-        self._slots, self._on_admit, self._on_preempt, self._canonical = slots, admit, preempt, canonical
+        self._slots, self._on_admit, self._on_preempt, self._canonical, self._paged = slots, admit, preempt, canonical, paged
         self.token_budget, self.prompt_budget = token_budget, prompt_budget
         self.running: list[Sequence] = []
         self.shares = Shares()
@@ -156,7 +171,7 @@ class Scheduler:
         self._step += 1
         plan = Plan()
         self._fill(plan)
-        self._choose(plan)
+        self._choose(plan, self._without_pages(plan) if self._paged else set())
         for work in plan.works[plan.decodes :]:
             self._commit(work)
         return plan
@@ -168,12 +183,9 @@ class Scheduler:
         self._settled, unknown = True, list[Sequence]()
         while (found := self._first(unknown)) is not None:
             first, level = found
-            slot = self._slots.allocate()
+            slot = self._slot(plan, first, level)
             if slot is None:
-                victim = self._victim(plan, first, level)
-                if victim is None:
-                    break
-                slot = self._preempt(plan, victim)
+                break
             first.share.pop()
             self.shares.waits(first, first.share, False)
             self.shares.holds(first.share, 1)
@@ -182,8 +194,20 @@ class Scheduler:
             plan.admitted.append(first)
             self._settled = False
             self._on_admit(first)
+            if first.slot is not None:  # else its state could not be written
+                self._slots.reserve(first.slot, first.length)
         for sequence in unknown:
             self.add(sequence, like=sequence)
+
+    def _slot(self, plan: Plan, first: Sequence, level: int) -> int | None:
+        """A slot for a waiting sequence, and pages for its tokens and a chunk, perhaps after preemptions. Or None."""
+        tokens = min(first.most, first.length + CHUNK)
+        while True:
+            slot = self._slots.allocate() if self._slots.fits(tokens) else None
+            victim = None if slot is not None else self._victim(plan, first, level)
+            if victim is None:
+                return slot
+            self._preempt(plan, victim)
 
     def _first(self, unknown: list[Sequence]) -> tuple[Sequence, int] | None:
         """The waiting sequence that gets the next slot, and its effective priority.
@@ -241,17 +265,35 @@ class Scheduler:
         """The number of steps to the end of a sequence, if it ran alone."""
         return -(-max(0, one.prompt - one.computed) // self._turn) + one.most - max(one.prompt, one.length)
 
-    def _preempt(self, plan: Plan, one: Sequence) -> int:
+    def _preempt(self, plan: Plan, one: Sequence) -> None:
         """Preempt a running sequence: it loses its slot and waits."""
         self._on_preempt(one)
         plan.preempted.append(one)
         self._leave(one)
         self.add(one, like=one)
-        slot = self._slots.allocate()
-        assert slot is not None
-        return slot
 
-    def _choose(self, plan: Plan) -> None:
+    def _without_pages(self, plan: Plan) -> set[Sequence]:
+        """Give running sequences pages for their next tokens; those that get none. The last ones are preempted for the first ones."""
+        top, entered, stalled = max((one.request.priority for one in self.running), default=0), {*plan.admitted}, set()
+
+        def rank(one: Sequence) -> tuple[int, ...]:
+            return -self._level(one, top), one.due, one.order, one.index
+
+        left = sorted(self.running, key=rank)
+        while left:
+            one = left.pop(0)
+            assert one.slot is not None
+            needed = min(one.length, one.computed + CHUNK)
+            while self._slots.grow(one.slot, needed) < needed:
+                victim = next((other for other in reversed(left) if other not in entered), None)
+                if victim is None:
+                    stalled.add(one)
+                    break
+                left.remove(victim)
+                self._preempt(plan, victim)
+        return stalled
+
+    def _choose(self, plan: Plan, stalled: set[Sequence]) -> None:
         prompts, known = [], []
         decodes = plan.works
         for one in self.running:
@@ -260,6 +302,8 @@ class Scheduler:
                 if one.sample_only:
                     known.append(Work(one, computed, computed, False, True))
                 continue  # else it waits until its last token is known
+            if one in stalled:
+                continue
             if computed < one.prompt:
                 prompts.append(one)
             elif length >= one.most:
@@ -316,6 +360,9 @@ class Scheduler:
         else:
             begin = one.computed
             end = min(length, begin + budget)
+        if end > begin:
+            assert one.slot is not None
+            end = min(end, self._slots.grow(one.slot, end))
         if end > begin:
             plan.works.append(Work(one, begin, end, one.aligned < target, end == length and length < one.most))
             budget -= end - begin

@@ -67,7 +67,7 @@ class StateCache:
     host_budget : int
         Bytes on the host, for states that leave the device. They come back when they are used.
     to_host, to_device : callables
-        Copy a state.
+        Copy a state. The second returns None if there is no memory for it: it is then dropped.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class StateCache:
             assert self._to_device is not None
             self._remove(entry, evicted=False)
             state = self._to_device(entry.state)
+            if state is None:
+                return 0, None, known
             self._store(tuple(tokens[: entry.length]), state, salt)
             return entry.length, state, known
         self._give_credit(entry)
@@ -127,8 +129,25 @@ class StateCache:
         found, _ = self._walk(tuple(tokens), salt)
         return bool(found) and found[-1].length == len(tokens)
 
+    def states(self) -> Iterator[Any]:
+        """All states."""
+        return (entry.state for entry in self._entries)
+
+    def evict(self, keep: Entry | None = None) -> bool:
+        """Evict the state with the least credit from the device, but not ``keep``. Returns whether there was any."""
+        entry = min((one for one in self._entries if not one.on_host and one is not keep), key=lambda one: one.credit, default=None)
+        if entry is None:
+            return False
+        self._clock = max(self._clock, entry.credit)
+        self._evict(entry)
+        while self.host_bytes > self.host_budget:
+            self._remove(min((one for one in self._entries if one.on_host), key=lambda one: one.credit), evicted=True)
+        return True
+
     def clear(self) -> None:
         """Remove all states."""
+        for entry in self._entries:
+            entry.node.entry = None  # else a cycle holds the state and its pages until it is collected
         self._roots.clear()
         self._entries.clear()
         self.bytes = self.host_bytes = 0
@@ -186,13 +205,9 @@ class StateCache:
         entry.credit = self._clock + max(entry.length - above, CHUNK) / entry.state.nbytes
 
     def _shrink(self, keep: Entry) -> None:
-        """Evict until both budgets hold."""
+        """Evict until the budget holds."""
         while self.bytes > self.budget:
-            entry = min((one for one in self._entries if not one.on_host and one is not keep), key=lambda one: one.credit)
-            self._clock = max(self._clock, entry.credit)
-            self._evict(entry)
-        while self.host_bytes > self.host_budget:
-            self._remove(min((one for one in self._entries if one.on_host), key=lambda one: one.credit), evicted=True)
+            self.evict(keep)
 
     def _evict(self, entry: Entry) -> None:
         size = entry.state.nbytes

@@ -23,32 +23,6 @@ FORMAT = "penstock-state-1"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 """Their names in safetensors files."""
 
-OBJECTS = 2048
-"""Bytes of the Python objects of a state in the cache: about thirty, 1.9 KB. Small models have states of less than that."""
-
-
-@dataclass(eq=False)
-class KeptState:
-    """A row of the pool, and the logits after its last token if they are known."""
-
-    row: Tensor
-    """[1,W], or [2,W]: the live and the aligned row."""
-    logits: Tensor | None = None
-    """[vocab_size]"""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, with those of the objects that hold it."""
-        return OBJECTS + self.row.nbytes + (0 if self.logits is None else self.logits.nbytes)
-
-    def to_host(self) -> KeptState:
-        """A copy on the host."""
-        return self.to(torch.device("cpu"))
-
-    def to(self, device: torch.device) -> KeptState:
-        """A copy on a device."""
-        return KeptState(self.row.to(device), None if self.logits is None else self.logits.to(device))
-
 
 @dataclass(frozen=True, eq=False)
 class SequenceState:
@@ -61,6 +35,8 @@ class SequenceState:
     """[W], an aligned row."""
     model: str
     """``fingerprint`` of the model."""
+    pages: Tensor | None = None
+    """[n,W], of a model with softmax attention: the pages of the aligned state, on the host."""
 
 
 def fingerprint(model: CausalLM) -> str:
@@ -80,7 +56,7 @@ def _content(x: Tensor) -> Any:
 
 def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool, notes: Mapping[str, str]) -> None:
     """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and the model's fingerprint."""
-    tensors = {name: x.cpu().contiguous() for name, x in pool.tensors(state.row).items()}
+    tensors = {name: x.cpu().contiguous() for name, x in _tensors(pool, state.row, state.pages).items()}
     tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
     about = {**notes, **_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
     _write(Path(path), tensors, about)
@@ -133,8 +109,11 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes:
         rule = f"a multiple of {CHUNK}, at most its {len(tokens)} tokens"
         complaints.add(RangeError, "the aligned length of the file", rule, shortened(about.get("aligned")))
     complaints.raise_any()
-    row = pool.memory.new_zeros(pool.memory.shape[1])
-    for name, x in pool.tensors(row).items():
+    row, pages = pool.memory.new_zeros(pool.memory.shape[1]), None
+    if pool.pages is not None:
+        pages = torch.zeros(pool.pages.kept(int(about["aligned"])), pool.pages.memory.shape[1], dtype=torch.int64)
+    wanted_tensors = _tensors(pool, row, pages)
+    for name, x in wanted_tensors.items():
         found = tensors.get(name)
         if found is None or found.shape != x.shape or found.dtype != x.dtype:
             got = "none" if found is None else f"{found.dtype} {list(found.shape)}"
@@ -143,11 +122,19 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes:
             complaints.add(RangeError, name, "finite numbers", "NaN or inf among them", "Save it again from the engine that made it.")
         else:
             x.copy_(found)
-    unknown = tensors.keys() - pool.tensors(row).keys()
+    unknown = tensors.keys() - wanted_tensors.keys()
     if unknown:
         complaints.add(ShapeError, "the tensors of the file", "those of the state alone", shortened(sorted(unknown)), remedy)
     complaints.raise_any()
-    return SequenceState(tuple(tokens.tolist()), int(about["aligned"]), row, model_hash)
+    return SequenceState(tuple(tokens.tolist()), int(about["aligned"]), row, model_hash, pages)
+
+
+def _tensors(pool: StatePool, row: Tensor, pages: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of a state by their names, with the keys and values of its pages."""
+    found = pool.tensors(row)
+    if pool.pages is not None and pages is not None:
+        found |= pool.pages.tensors(pages)
+    return found
 
 
 def _about(model: CausalLM, pool: StatePool, model_hash: str) -> dict[str, str]:

@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from itertools import repeat
 from time import perf_counter
 from typing import Any
-from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
 from .choosing import NO_TOKEN
+from .entry import Entry
+from .kept import KeptState
 from .minimum import constraint_of
 from .pace import Pace
-from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs, aligned
+from .references import References
+from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs
 from .runner import Flight, Runner
 from .scheduler import Plan, Scheduler
 from .scoring import add_rows, to_logprobs
 from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
-from .states import KeptState, SequenceState
 from .text import TextStream
 
 TURN = 512
@@ -45,22 +46,22 @@ class Steps:
         overlap: bool, canonical: bool, tokenizer: Any, model_hash: Any,
     ) -> None:  # fmt: skip
         self.runner, self.pool, self.cache, self.tokenizer = runner, pool, cache, tokenizer
-        self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
+        self.keep_every, self.overlap = keep_every, overlap
+        self.entry = Entry(pool, cache, keep_every, model_hash)
         self.pace = Pace(token_budget) if prompt_budget is None else None
         turn = prompt_budget or TURN
-        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical)
+        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self.entry.preempt, canonical, pool.pages is not None)
         self._ended = 0.0
         """The time when the last step ended."""
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
+        self.references = None if pool.pages is None else References(pool.pages, cache, self.requests, lambda: self._flight)
         self._events: deque[tuple[Request, Event]] = deque()
         """Events for sinks, in order."""
         self.telling = False
         """Whether a sink is being called."""
-        self._computed: WeakSet[SequenceState] = WeakSet()
-        """States that this engine computed from their tokens. The rows of other states, for example from files, cannot be trusted."""
 
     def add(self, request: Request) -> None:
         """Accept a request. If its decoders cannot be created, it fails."""
@@ -122,6 +123,7 @@ class Steps:
                 flight.begun, flight.beside = begun, plan.tokens - plan.decodes if plan.decodes else None
             for work in plan.works[plan.decodes :]:
                 work.sequence.saved = None  # the logits were needed until now
+            self.entry.trim(plan)
             self.steps += flight is not None
         except BaseException as error:
             flight = None
@@ -133,66 +135,24 @@ class Steps:
             self._guarded(before)
         if not self.overlap:
             self.drain()
-        return flight is not None or before is not None or bool(plan.admitted)
+        return before is not None or bool(plan.works or plan.admitted)
 
-    def state_of(self, sequence: Sequence) -> SequenceState:
-        """The state of a sequence after all of its tokens, in the pool or preempted. Call ``drain`` before."""
-        if sequence.slot is None:
-            row = sequence.saved.row[-1].to(self.pool.memory.device)
-        else:
-            row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
-        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash(sequence.request.tuning))
-        if self._cached(sequence):
-            self._computed.add(state)
-        return state
-
-    # entering and leaving the pool
+    def past_prompt(self, request: Request, index: int) -> Sequence:
+        """The sequence of a completion that runs. Raises EngineError for others. Call ``drain`` before."""
+        ours = request in self.requests  # the slot of a request of another engine holds another sequence here
+        one = request.sequences[index] if ours and index < len(request.sequences) else None
+        if one is None or one.slot is None or one.computed < len(request.prompt):
+            rule = "must be running in this engine and past its prompt"
+            remedy = "For a finished one, set keep_state in its SamplingParams."
+            raise EngineError(f"state_of: completion {index} {rule}, got one that is not. {remedy}")
+        return one
 
     def _admit(self, one: Sequence) -> None:
         """Start a sequence in its slot. If its state cannot be written, its request fails."""
         try:
-            self._begin(one)
+            self.prompt_tokens += self.entry.begin(one)
         except Exception as error:
             self._fail([one.request], self._described(error, 0))
-
-    def _begin(self, one: Sequence) -> None:
-        """Write the state that a sequence begins with to its slot, which has the state before the first token."""
-        assert one.slot is not None
-        one.request.began = one.request.began or perf_counter()
-        request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
-        if one.saved is not None:
-            self.pool.copy_in(rows, one.saved.row)
-            if not one.sample_only:
-                one.saved = None
-            return
-        known = 0
-        if request.tuning is not None and request.tuning.row is not None:
-            self.pool.copy_in(rows, request.tuning.row[None])
-        if request.state is not None:
-            one.computed = one.aligned = request.state.aligned
-            self.pool.copy_in(rows, request.state.row[None])
-        elif self.cache.budget and request.params.prompt_logprobs is None:
-            most = len(request.prompt) - (request.params.max_tokens == 0)
-            found, state, known = self.cache.lookup(request.prompt[:most], request.space)
-            if found:
-                one.computed = one.aligned = request.result.cached_tokens = found
-                self.pool.copy_in(rows, state.row)
-                if found == len(request.prompt):
-                    one.sample_only, one.saved = True, state
-        self.prompt_tokens += len(request.prompt) - one.computed
-        if self._cached(one):
-            several = range(self.keep_every, len(request.prompt) + self.keep_every, self.keep_every)
-            marks = {len(request.prompt), known, *request.boundaries, *several}
-            one.cuts = {aligned(mark) for mark in marks}
-
-    def _cached(self, one: Sequence) -> bool:
-        """Whether the cache may keep states of a sequence. Lookups use only the tokens, so states must be computed from these."""
-        return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
-
-    def _preempt(self, one: Sequence) -> None:
-        """Copy both rows to the host."""
-        assert one.slot is not None
-        one.saved = KeptState(self.pool.copy_out([self.pool.live(one.slot), self.pool.aligned(one.slot)]).cpu())
 
     # results of a step
 
@@ -247,7 +207,7 @@ class Steps:
         try:
             params = one.request.params
             text = self.tokenizer.decode(one.request.prompt) if params.echo and self.tokenizer is not None else ""
-            state = self.state_of(one) if params.keep_state else None
+            state = self.entry.state_of(one) if params.keep_state else None
             for other in one.request.sequences:
                 one.request.result.completions[other.index].state = state
                 self._emit(other, (), text, (), "length")
@@ -266,7 +226,7 @@ class Steps:
         """Take a sampled token: text, reasons to end, the event."""
         if token == NO_TOKEN:
             state = one.request.state
-            if state is not None and state not in self._computed:
+            if state is not None and not self.entry.computed(state):
                 rule = "such that a token may follow: its logits finite, one of them at least"
                 got = f"one with NaN, inf or none after {len(one.tokens)} tokens"
                 raise RangeError(f"submit: state must be {rule}, got {got}. Continue from another state, or from its text.")
@@ -311,19 +271,12 @@ class Steps:
         if reason is not None:
             completion.finish_reason = reason
             if request.params.keep_state and completion.state is None:
-                completion.state = self.state_of(one)
-            self._keep_last(one)
+                completion.state = self.entry.state_of(one)
+            self.entry.keep_last(one)
             self.scheduler.remove(one)
             self._close_if_done(request)
         if request.sink is not None:
             self._events.append((request, Event(one.index, tokens, text, logprobs, reason)))
-
-    def _keep_last(self, one: Sequence) -> None:
-        """Cache the aligned state of a finished sequence: the next turn of a conversation continues from it."""
-        if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
-            tokens, space = one.tokens[: one.aligned], one.request.space
-            if not self.cache.contains(tokens, space):
-                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])), space)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
         result, prompt = one.request.result, one.request.prompt

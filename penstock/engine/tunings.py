@@ -55,6 +55,9 @@ def check_tunings(complaints: Complaints, model: CausalLM, states: object, adapt
             complaints.raise_any()
     assert isinstance(states, Mapping)
     assert isinstance(adapters, Mapping)
+    if states and any(one.grows for one in model.config.mixers):
+        rule, remedy = "empty for a model with softmax attention", "Its initial state is that of no tokens. Adapters work."
+        complaints.add(RangeError, "states", rule, f"{len(states)} of them", remedy)
     for name in states.keys() & adapters.keys():
         complaints.add(RangeError, "adapters", "of other names than states", repr(name), "A request names one of both.")
     complaints.raise_any()

@@ -86,13 +86,18 @@ def check_part(
     """Check a state, or a part of one, against ``wanted``, a state of no sequences: types, sizes, dtypes and device, which is the owner's.
 
     The first axis has ``sizes["N"]`` rows; without "N", any number that is the same everywhere. Other rules: see a model's ``check_state``.
+    A pool may be in pages, where ``wanted`` has such a form (``paged``).
     """
     if not isinstance(wanted, Tensor):
+        if written and hasattr(wanted, "paged") and isinstance(state, type(wanted.paged())):
+            wanted = wanted.paged()
         if not isinstance(state, type(wanted)):
             complaints.add(DtypeError, name, f"a {type(wanted).__name__}", type(state).__name__)
             return
+        pages: dict[str, int] = {}
         for field, one, other in zip(wanted._fields, state, wanted):
-            check_part(complaints, f"{name}.{field}", one, other, sizes, written, owner)
+            own = pages if field in getattr(wanted, "shared", ()) else sizes
+            check_part(complaints, f"{name}.{field}", one, other, own, written, owner)
         return
     if not isinstance(state, Tensor):
         complaints.add(DtypeError, name, "a torch.Tensor", described(state))

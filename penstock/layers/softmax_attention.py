@@ -13,6 +13,7 @@ from ..errors import Complaints, RangeError
 from ..softmax import softmax_attention
 from ..tokens import borders
 from ..tokens.dtypes import state_dtype
+from .attention_pages import PAGE, PagedAttentionState, attend_pages
 from .chains import operated
 from .halving import last_map
 from .heads import projection
@@ -76,6 +77,12 @@ class SoftmaxAttentionState(NamedTuple):
     length: Tensor
     """[N], the number of tokens so far, int64."""
 
+    def paged(self, pages: int = 0, most: int = 0) -> PagedAttentionState:
+        """The rows before their first token, with room in ``pages`` pages that all rows share, ``most`` of them for a row."""
+        keys, values = (x.new_zeros(pages, PAGE, *x.shape[2:]) for x in (self.keys, self.values))
+        table = torch.zeros(len(self.length), most, dtype=torch.int32, device=self.length.device)
+        return PagedAttentionState(keys, values, table, torch.zeros_like(self.length))
+
 
 class SoftmaxAttention(Mixer):
     r"""Causal softmax attention with grouped heads, rotary embedding and, if wanted, a sliding window.
@@ -84,7 +91,8 @@ class SoftmaxAttention(Mixer):
 
     The state grows with the sequence. ``forward`` returns a state as long as needed; if sequences are packed or a state is given, the host
     waits for the device. ``advance`` writes to rows of a fixed length: a call that needs more raises RangeError on a CPU and inside
-    ``penstock.checks()``; elsewhere tokens beyond the end are not stored.
+    ``penstock.checks()``; elsewhere tokens beyond the end are not stored. ``advance`` also takes a pool whose rows are in pages
+    (``SoftmaxAttentionState.paged``): rows then have different lengths, and may share pages.
 
     >>> mixer = SoftmaxAttentionConfig(num_heads=4, num_kv_heads=2).build(hidden_size=16)
     >>> y, state = mixer(torch.randn(1, 5, 16))
@@ -118,10 +126,15 @@ class SoftmaxAttention(Mixer):
         """Rows for 0 tokens."""
         return self.initial_state(count, like, 0)
 
-    def mix(self, x: Tensor, state: SoftmaxAttentionState, sequences: Sequences) -> tuple[Tensor, SoftmaxAttentionState]:
+    def mix(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
         """Y and the new state."""
         length = sequences.read(state.length)
         q, k, v = self._project(x, sequences.positions(length))
+        if isinstance(state, PagedAttentionState):
+            after = length + sequences.lengths
+            self._check_room(state.room, after, sequences)
+            output = attend_pages(q, k, v, state, sequences, self.config.window_size)
+            return self._project_output(output, sequences), state._replace(length=after)
         if isinstance(sequences, SlicedSequences):
             return self._sliced(q, k, v, state, sequences)
         after = length + sequences.lengths
@@ -189,13 +202,17 @@ class SoftmaxAttention(Mixer):
             return room
         if not sequences.in_place:
             return max(room, int(after.max()))
+        self._check_room(room, after, sequences)
+        return room
+
+    def _check_room(self, room: int, after: Tensor, sequences: Sequences) -> None:
+        """Check that rows of a pool have room for their new tokens, where values may be read."""
         live = after if sequences.slots is None else after.masked_fill(sequences.slots < 0, 0)
-        if reads_values(after) and int(live.max()) > room:
+        if reads_values(after) and sequences.count and int(live.max()) > room:
             complaints = Complaints("advance")
             remedy = "Make it with a larger max_length."
             complaints.add(RangeError, "state", f"a pool with room for {int(live.max())} tokens a row", f"room for {room}", remedy)
             complaints.raise_any()
-        return room
 
     def _stored(self, cache: Tensor, tokens: Tensor, length: Tensor, room: int, sequences: Sequences) -> Tensor:
         """The rows [N,room,G,D] with tokens [B,T,G,D] after the ``length`` earlier ones. In place, tokens beyond the room are dropped."""

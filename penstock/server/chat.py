@@ -84,7 +84,7 @@ def _reason(reason: FinishReason, called: bool) -> FinishReason:
 
 
 async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Job, AnswerForm]:
-    most = body.max_completion_tokens or body.max_tokens or service.limits.max_tokens
+    wanted = body.max_completion_tokens or body.max_tokens
     functions = [one.function for one in body.tools]
     state, before = await continued(service, await state_of(service, body, FUNCTION))
     talk = Conversation(
@@ -93,10 +93,12 @@ async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Jo
     ready = await prepare(service, template, talk, FUNCTION)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await service.params(
-        body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint, keep_state=body.save_state
+        body, FUNCTION, wanted or service.limits.max_tokens, ready.stops, logprobs=logprobs, constraint=ready.constraint,
+        keep_state=body.save_state,
     )  # fmt: skip
     tokens = await service.tokens(ready.prompt, "messages", special=False)
-    return Job(tokens, params, state=state), ready.form
+    known = len(tokens) + (0 if state is None else len(state.tokens))
+    return Job(tokens, service.fitting(params, known, wanted), state=state), ready.form
 
 
 def _size(body: ChatBody, job: Job) -> int:

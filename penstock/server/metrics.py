@@ -30,6 +30,8 @@ class EngineCollector(Collector):
             "waiting": ("Sequences that wait for a slot", stats.waiting),
             "slots": ("Sequences that can run together", stats.slots),
             "prompt_budget": ("Tokens of prompts that a step may have beside those of streams", stats.prompt_budget),
+            "pages": ("Pages of keys and values of a hybrid", stats.pages),
+            "free_pages": ("Those that neither a sequence nor a kept state has", stats.free_pages),
             "cache_bytes": ("Memory of kept states", stats.cache_bytes),
             "cache_entries": ("Kept states", stats.cache_entries),
         }

@@ -91,7 +91,9 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
         keep_state=body.store,
     )  # fmt: skip
     tokens = await service.tokens(ready.prompt, "input", special=False)
-    return Turn(body, template, _answer(service, body), ready.form, state), Job(tokens, params, state=state)
+    known = len(tokens) + (0 if state is None else len(state.tokens))
+    job = Job(tokens, service.fitting(params, known, body.max_output_tokens), state=state)
+    return Turn(body, template, _answer(service, body), ready.form, state), job
 
 
 def _after(texts: Texts, messages: list[Message], talk: Conversation, link: Link) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -130,6 +131,13 @@ class Service:
             repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=body.seed, stop=(*given, *stops),
             stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,
         )  # fmt: skip
+
+    def fitting(self, params: SamplingParams, known: int, wanted: int | None) -> SamplingParams:
+        """Parameters after ``known`` tokens. If the client wanted no number of tokens, at most as many as a hybrid has room for."""
+        room = None if self.engine.max_length is None else self.engine.max_length - known
+        if wanted or room is None or room >= params.max_tokens:
+            return params
+        return replace(params, max_tokens=max(room, 1))  # without any room, the engine refuses it
 
     async def compiled(self, function: str, make: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
         """What compiles grammars, in a thread, within a time. Raises Refused."""

@@ -13,7 +13,7 @@ from penstock.layers.modes import rows_alike
 
 pytestmark = pytest.mark.sampled(file=True)
 
-RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+NAMES = [*ARCHITECTURES]
 VOCAB = 13
 
 
@@ -104,7 +104,7 @@ def together(model, prompts, all_params, rng, **options):
     return engine, [request.result for request in requests], [(tokens, params, fork.result) for tokens, params, fork in forks]
 
 
-@pytest.mark.parametrize("name", every(7, RECURRENT))
+@pytest.mark.parametrize("name", every(7, NAMES))
 def test_requests_give_the_tokens_of_each_alone(name):
     rng = random.Random(name)
     overlap = rng.random() < 0.5
@@ -122,7 +122,7 @@ def test_requests_give_the_tokens_of_each_alone(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
     """Every place, odd and even: low-rank maps of 5 and 6 channels are among these models'."""
     model = model_of(name, dtype)
@@ -135,7 +135,7 @@ def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
             assert all(torch.equal(one, other) for one, other in zip(found, wanted)), (tokens, place)
 
 
-@pytest.mark.parametrize("name", every(7, RECURRENT))
+@pytest.mark.parametrize("name", every(7, NAMES))
 def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
     rng, model = random.Random(name), model_of(name)
     prompts = drawn_prompts(rng, 6)
@@ -153,7 +153,7 @@ def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", NAMES)
 def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):
     """Canonical ones have equal bits and end with the prompt. Others have equal values, and are kept in the cache."""
     params = SamplingParams(max_tokens=150, seed=5, keep_state=not overlap)

@@ -26,7 +26,7 @@ def with_graphs(engine, **options) -> StepGraphs:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "mamba2", "gla"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "mamba2", "gla", "hybrid", "hybrid_window"])
 def test_tokens_are_those_of_packed_steps(name, overlap):
     model = model_of(name)
     prompts = [[n % 13] * (20 * n + 1) for n in range(7)]

@@ -9,6 +9,9 @@ from simulation import Simulation
 from penstock.engine.request import CHUNK
 from penstock.engine.scheduler import PATIENCE
 
+PAGES = st.sampled_from([None, -(-550 // CHUNK), 12, 30])
+"""None, or at least as many as the longest sequence needs."""
+
 
 class Machine(RuleBasedStateMachine):
     """Requests come, end, are cancelled."""
@@ -18,9 +21,9 @@ class Machine(RuleBasedStateMachine):
         self.simulation = None
 
     @precondition(lambda self: self.simulation is None)
-    @rule(slots=st.integers(1, 4), extra=st.integers(0, 100), overlap=st.booleans(), canonical=st.booleans())
-    def begin(self, slots, extra, overlap, canonical):
-        self.simulation = Simulation(slots, slots + 2 * CHUNK + extra, overlap, canonical)
+    @rule(slots=st.integers(1, 4), extra=st.integers(0, 100), overlap=st.booleans(), canonical=st.booleans(), pages=PAGES)
+    def begin(self, slots, extra, overlap, canonical, pages):
+        self.simulation = Simulation(slots, slots + 2 * CHUNK + extra, overlap, canonical, pages=pages)
 
     @precondition(lambda self: self.simulation is not None)
     @rule(
@@ -134,3 +137,21 @@ def test_each_token_is_processed_once_and_aligned_states_of_generated_tokens_are
         assert sum(plan.tokens for plan in plans) == 209
         assert [work.end for plan in plans for work in plan.completing] == ([] if canonical else [64, 128, 192])
         assert one.aligned == (0 if canonical else 192)
+
+
+def test_sequences_wait_for_pages_and_those_due_last_give_theirs():
+    simulation = Simulation(slots=3, pages=5)
+    first, second = simulation.add(2 * CHUNK, 2 * CHUNK), simulation.add(CHUNK, 2 * CHUNK)
+    third = simulation.add(2 * CHUNK, 1)
+    plan = simulation.step()
+    assert plan.admitted == [first, second]
+    preempted = []
+    while second in simulation.alive:
+        preempted += simulation.step().preempted
+        simulation.check()
+    assert preempted
+    assert {*preempted} == {second}
+    assert first not in simulation.alive
+    while third in simulation.alive:
+        simulation.step()
+    assert simulation.slots.free_pages == 5

@@ -20,7 +20,7 @@ from penstock.models.arguments import named_tensors
 
 pytestmark = pytest.mark.sampled(file=True)
 
-RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+NAMES = [*ARCHITECTURES]
 PROMPT = [n * n % 13 for n in range(150)]
 KEEP = SamplingParams(max_tokens=30, seed=5, keep_state=True)
 
@@ -43,7 +43,7 @@ def whole(engine, more, count):
     return first, turn
 
 
-@pytest.mark.parametrize("name", every(3, RECURRENT))
+@pytest.mark.parametrize("name", every(3, NAMES))
 def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
     engine, more = engine_of(name, cache_bytes=0), [1, 2, 3]
     first, turn = whole(engine, more, 12)
@@ -57,7 +57,7 @@ def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
         assert run(other, other.submit(more, SamplingParams(max_tokens=12, temperature=0), state=some)).tokens == turn
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_file_of_a_state_is_as_safetensors_writes_it(name, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -232,7 +232,7 @@ def test_a_file_with_a_wrong_tensor_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_pool_are_copied_whole(name, dtype):
     pool = StatePool(model_of(name).to(dtype), slots=3)
     slots = [pool.allocate() for _ in range(3)]

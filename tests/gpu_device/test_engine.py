@@ -19,7 +19,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "rwkv5.2", "mamba2", "gla", "retnet", "linear"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv5.2", "mamba2", "gla", "retnet", "linear", "hybrid", "hybrid_window"])
 def test_tokens_do_not_depend_on_overlap_graphs_and_other_requests(name):
     model = model_of(name).cuda()
     prompts = [[n % 13] * (20 * n + 1) for n in range(9)]

@@ -64,14 +64,14 @@ ARCHITECTURES: dict[str, Config] = {
     "kda": kda(**NARROW, num_heads=3, head_dim=6),
     "kda_bounded": with_mixer(kda(**NARROW), KDAConfig(2, head_dim=6, num_v_heads=4, expand_v=0.5, gate_low_rank_dim=5, lower_bound=-5.0)),
     "own_mixer": with_mixer(linear(**NARROW), (WindowMeanConfig(3), LinearAttentionConfig(2))),
-    "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
+    "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=1024), [1]),
     "hybrid_window": hybrid(
         mamba2(**SIZES, head_dim=8, state_size=10),
-        SoftmaxAttentionConfig(3, head_dim=6, window_size=4, qk_norm=True, qkv_bias=True, max_length=64),
+        SoftmaxAttentionConfig(3, head_dim=6, window_size=4, qk_norm=True, qkv_bias=True, max_length=1024),
         [0],
     ),
-    "hybrid_of_deltas": hybrid(gated_deltanet(**NARROW, num_heads=2, head_dim=6), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
-    "hybrid_without_rotary": hybrid(rwkv6(**NARROW, head_size=8), SoftmaxAttentionConfig(2, 1, rope_theta=None, max_length=64), [1]),
+    "hybrid_of_deltas": hybrid(gated_deltanet(**NARROW, num_heads=2, head_dim=6), SoftmaxAttentionConfig(4, 2, max_length=1024), [1]),
+    "hybrid_without_rotary": hybrid(rwkv6(**NARROW, head_size=8), SoftmaxAttentionConfig(2, 1, rope_theta=None, max_length=1024), [1]),
 }
 
 

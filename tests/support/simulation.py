@@ -6,10 +6,11 @@ from penstock.engine.scheduler import Scheduler
 
 
 class Slots:
-    """A pool without memory."""
+    """A pool without memory. ``pages``: their number, or None."""
 
-    def __init__(self, count):
-        self.free, self.taken = list(range(count)), set()
+    def __init__(self, count, pages=None):
+        self.free, self.taken, self.pages = list(range(count)), set(), pages
+        self.of = [0] * count
 
     def allocate(self):
         if not self.free:
@@ -21,14 +22,30 @@ class Slots:
     def release(self, slot):
         self.taken.remove(slot)
         self.free.append(slot)
+        self.of[slot] = 0
+
+    @property
+    def free_pages(self):
+        return self.pages - sum(self.of)
+
+    def fits(self, tokens):
+        return self.pages is None or self.free_pages >= -(-tokens // CHUNK)
+
+    def grow(self, slot, tokens):
+        if self.pages is None:
+            return tokens
+        self.of[slot] += max(0, min(-(-tokens // CHUNK) - self.of[slot], self.free_pages))
+        return self.of[slot] * CHUNK
+
+    reserve = grow
 
 
 class Simulation:
     """Runs plans as the engine does, with numbers for tokens; checks that each piece begins where its row stands."""
 
-    def __init__(self, slots=3, budget=3 + 2 * CHUNK, overlap=False, canonical=True, beside=2 * CHUNK):
-        self.slots, self.canonical = Slots(slots), canonical
-        self.scheduler = Scheduler(self.slots, budget, beside, self.admit, self.preempt, canonical)
+    def __init__(self, slots=3, budget=3 + 2 * CHUNK, overlap=False, canonical=True, beside=2 * CHUNK, pages=None):
+        self.slots, self.canonical = Slots(slots, pages), canonical
+        self.scheduler = Scheduler(self.slots, budget, beside, self.admit, self.preempt, canonical, pages is not None)
         self.live, self.rows_aligned, self.outside = {}, {}, {}
         self.alive, self.overlap, self.flight, self.steps = [], overlap, [], 0
 
@@ -55,6 +72,7 @@ class Simulation:
         return self.steps - before
 
     def admit(self, one):
+        assert self.slots.grow(one.slot, max(one.computed, getattr(one, "hit", 0))) >= one.computed
         self.live[one], self.rows_aligned[one] = self.outside.pop(one, (0, 0))
         if one.computed == 0 and one.hit:
             self.live[one] = self.rows_aligned[one] = one.computed = one.aligned = one.hit
@@ -89,6 +107,7 @@ class Simulation:
                 assert work.sample
                 assert self.live[one] == work.end
             assert work.end <= one.length
+            assert self.slots.pages is None or work.begin == work.end or work.end <= self.slots.of[one.slot] * CHUNK
         flights, self.flight = ([self.flight, []][:1], plan.works) if self.overlap else ([plan.works], [])
         for works in flights:
             self.process(works)
@@ -115,6 +134,7 @@ class Simulation:
         self.alive.remove(one)
 
     def check(self):
+        assert self.slots.pages is None or self.slots.free_pages >= 0
         used = [one.slot for one in self.scheduler.running]
         assert len(set(used)) == len(used)
         assert set(used) == self.slots.taken

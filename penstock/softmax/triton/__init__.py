@@ -25,6 +25,14 @@ def _launch() -> ModuleType:
     return launch
 
 
+@cache
+def over_pages() -> ModuleType:
+    """The module that launches the kernels for pages, likewise."""
+    from . import pages
+
+    return pages
+
+
 def _refuses(a: Attention, mode: Mode) -> str | None:
     too_large = f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
     return gpu_refuses(a.q) or too_large
