@@ -443,7 +443,7 @@ def where(c, a, b):
         return a if c else b
     a, b = raw(a), raw(b)
     if not isinstance(a, torch.Tensor):
-        a = torch.tensor(a, dtype=b.dtype)
+        a = torch.tensor(a, dtype=b.dtype if isinstance(b, torch.Tensor) else F32)
     if not isinstance(b, torch.Tensor):
         b = torch.tensor(b, dtype=a.dtype)
     return Value(torch.where(raw(c), a, b))

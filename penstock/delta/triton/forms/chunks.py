@@ -121,15 +121,15 @@ def _forward(call: Forward) -> Plan:
     return plan
 
 
-def _memory(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
+def gradient(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.dtype, needed: bool = True) -> str:
     """Memory of a gradient [B,T,H,...]."""
     return plan.empty(name, batch, tokens, call.H, *shape, dtype=dtype) if needed else "q"
 
 
-def _backward(call: Backward) -> Plan:
+def backward(call: Backward, gradients: Callable[[Plan, Backward], None] | None = None) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again.
 
-    With ``state_alone`` only ``d_initial_state``, which depends on no states.
+    With ``state_alone`` only ``d_initial_state``, which depends on no states. ``gradients``: in place of ``gradients_of_chunks``.
     """
     plan, H, K, V = Plan(keeps=True), call.H, call.K, call.V
     prepared(plan, call)
@@ -137,7 +137,7 @@ def _backward(call: Backward) -> Plan:
         walked(plan, call, sequences, start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
     walked_back(plan, call, sequences, end(call), plan.empty("d_initial_state", sequences, H, K, V))
     if not call.state_alone:
-        gradients_of_chunks(plan, call)
+        (gradients or gradients_of_chunks)(plan, call)
     return plan
 
 
@@ -154,7 +154,7 @@ def walked_back(plan: Plan, call: Backward, programs: Size, final: State, initia
     d_output, slots, H, K, V, b = call.d_output, call.chunks(C), call.H, call.K, call.V, call.config("walk_backward")
     assert d_output is not None
     made = (
-        plan.empty("z", slots, H, C, V, dtype=call.tile), _memory(plan, call, "dv", V, dtype=call.p.v.dtype),
+        plan.empty("z", slots, H, C, V, dtype=call.tile), gradient(plan, call, "dv", V, dtype=call.p.v.dtype),
         plan.empty("d_chunk_states", slots, H, K, V, dtype=call.tile),
     )  # fmt: skip
     plan.launch(
@@ -170,7 +170,7 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
     """Add the launches of the gradients that are left after both walks, one program a chunk."""
     p, H, K, V, streams, slots, d_output = call.p, call.H, call.K, call.V, call.streams, call.chunks(C), call.d_output
     assert d_output is not None
-    like = partial(_memory, plan, call)
+    like = partial(gradient, plan, call)
     dq, dk = (like(name, K, dtype=p.of_heads(p.q)) for name in ("dq", "dk"))
     da, db = (like(name, K, dtype=p.of_heads(p.q), needed=streams == 2) for name in ("da", "db"))
     dbeta = like("dbeta", dtype=p.beta.dtype) if p.beta is not None else "q"
@@ -216,7 +216,7 @@ SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
 EXAMPLES += (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", _forward, refuses=refuses, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", _backward, refuses=refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
     "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ....gpu.forms import Form
 from ....gpu.plan import Plan
 from ..calls import Backward, Forward, InPlace
-from . import channels_backward_sm90, channels_sm90, chunks, scalar_backward_sm90, scalar_sm90, segments, tokens
+from . import anchored_backward_sm90, channels_backward_sm90, channels_sm90, chunks, scalar_backward_sm90, scalar_sm90, segments, tokens
 
 InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 """Adds its launches to a plan, which write an output, for pieces of a number of tokens or for the tokens after them."""
@@ -21,6 +21,7 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     scalar_backward_sm90.BACKWARD,
+    anchored_backward_sm90.BACKWARD,
     segments.BACKWARD,
     chunks.BACKWARD,
 )

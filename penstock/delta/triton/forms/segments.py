@@ -86,7 +86,7 @@ def _forward(call: Forward) -> Plan:
     return plan
 
 
-def _backward(call: Backward) -> Plan:
+def backward(call: Backward, gradients: Callable[[Plan, Backward], None] = chunks.gradients_of_chunks) -> Plan:
     """The gradients of ``forms/chunks.py``."""
     plan, L, H, K, V = Plan(keeps=True), _segment(call), call.H, call.K, call.V
     chunks.prepared(plan, call)
@@ -99,7 +99,7 @@ def _backward(call: Backward) -> Plan:
     states, sums = _states(plan, call, L, matrices, plan.empty("final_state", sequences, H, K, V))
     chunks.walked(plan, call, call.chunks(L), states, None, sums, keep=True, segments=L)
     chunks.walked_back(plan, call, call.chunks(L), d_states, d_sums, L)
-    chunks.gradients_of_chunks(plan, call)
+    gradients(plan, call)
     return plan
 
 
@@ -109,5 +109,5 @@ FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
     "delta_segments", _forward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
 )
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "delta_segments_bwd", _backward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
+    "delta_segments_bwd", backward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
 )

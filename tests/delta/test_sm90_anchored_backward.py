@@ -1,0 +1,99 @@
+"""The Gluon kernel of RWKV-7's gradients for Hopper, emulated on the CPU with the launches before it: gradients against the oracle."""
+
+from dataclasses import replace
+
+import contract
+import pytest
+import torch
+from cases import upstream
+from deltas import Delta, oracle, rounding_errors
+from emulated import gluon
+from sampling import every, slow
+
+from penstock.delta import inputs
+from penstock.delta.operators import DELTA
+from penstock.delta.triton.calls import Backward
+from penstock.delta.triton.forms.anchored_backward_sm90 import BACKWARD
+from penstock.gpu.hopper import without_gluon
+from penstock.gpu.target import Target
+
+pytestmark = pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernel")
+H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
+BUDGET = torch.finfo(torch.bfloat16).eps
+"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
+NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
+
+OF = Delta("rwkv7", B=1, H=1, T=70, K=64, V=64, dtype=torch.bfloat16, raw=True)
+CASES = [
+    *(replace(OF, centre=centre) for centre in (0.0, -9.0, 9.0)),
+    replace(OF, key="equal", centre=-5.0),
+    replace(OF, lengths=(0, 5, 64, 1, 81, 0), scale=-0.3),
+    replace(OF, T=1),
+    replace(OF, B=2, T=64, H=2, state=False),
+    replace(OF, T=150, others=torch.float32, centre=2.0),
+]
+
+
+def run(case, drawn=None, d_output=None, d_final=None, seed=0):
+    """All gradients by the emulated kernels."""
+    given = upstream(case)
+    d_output, d_final = given[0] if d_output is None else d_output, given[1] if d_final is None else d_final
+    problem = contract.problem_of(case, case.tensors() if drawn is None else drawn)
+    computed, pull = inputs.differentiable(problem, False)
+    p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
+    call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
+    assert BACKWARD.refusal(call) is None
+    tensors = {name: p.q if x is None else x for name, x in zip(DELTA.names, p.tensors)}
+    found = gluon.run(BACKWARD.plan(call), tensors | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
+    found["draw"] = pull({"g": found["dg"]})["raw"]
+    return {f"d{name}": found["d_" + name if name == "initial_state" else "d" + name] for name in NAMES}
+
+
+@pytest.mark.parametrize("case", [*every(8, CASES), *slow(*CASES)], ids=str)
+def test_equal_the_oracle(case):
+    """Sums over all channels may cancel: then twice the error of the formula with rounded operands is allowed, too."""
+    wanted = oracle(case)
+    for name, x in run(case).items():
+        if name not in wanted:
+            continue
+        off = float((x.double() - wanted[name].value).norm())
+        allowed = BUDGET * wanted[name].size + 1e-30
+        if off > allowed:
+            allowed += 2 * rounding_errors(case, 8)[name]
+        assert off <= allowed, (name, off / wanted[name].size)
+
+
+@pytest.mark.parametrize("name", ["b", *slow("q", "k", "v", "a", "raw", "d_output")])
+def test_packed_neighbours_change_no_bit(name):
+    """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
+    case = replace(OF, lengths=(3, 5, 70))
+    drawn, (d_output, _) = case.tensors(), upstream(case)
+    changed = drawn | {"d_output": d_output}
+    changed[name] = changed[name].clone()
+    for part in (slice(0, 3), slice(8, None)):
+        changed[name][:, part] = torch.inf
+    before, after = run(case), run(case, changed, changed["d_output"], seed=1)
+    for n, x in before.items():
+        of = (1,) if n == "dinitial_state" else (slice(None), slice(3, 8))
+        assert torch.equal(x[of], after[n][of]), n
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "reason"),
+    [
+        (OF, A100, "sm_90"),
+        (replace(OF, K=32), H200, "K must be 64, this is 32"),
+        (replace(OF, V=128), H200, "V must be 64, this is 128"),
+        (replace(OF, dtype=torch.float16), H200, "one anchor in 64 tokens"),
+        (replace(OF, raw=False), H200, "one anchor in 64 tokens"),
+        (replace(OF, variant="kda", bound=-0.5), H200, "two streams"),
+        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
+        (replace(OF, H=4, G=2), H200, "every head of v"),
+    ],
+    ids=str,
+)
+def test_reasons(case, target, reason):
+    d_output, d_final = upstream(case)
+    problem = contract.problem_of(case, case.tensors())
+    p = inputs.of_every_head(inputs.canonical(problem, inputs.uncomputed(problem, False)))
+    assert reason in str(BACKWARD.refusal(Backward.of(p, target, d_output=d_output, d_final_state=d_final)))
