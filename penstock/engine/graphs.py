@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu.target import unavailable
 from ..layers.adapted import NONE, chosen
 from ..layers.modes import in_graph, rows_alike
 from ..models import CausalLM
@@ -174,6 +175,10 @@ class StepGraphs:
 
 def with_sampled(ids: Tensor, sources: Tensor, last: Tensor) -> Tensor:
     """Tokens [T]. Those with a source are read from ``last``, where ``choosing.NO_TOKEN`` counts as 0."""
+    if last.is_cuda and unavailable() is None:
+        from .known_kernel import known_tokens
+
+        return known_tokens(ids, sources, last)
     return torch.where(sources < 0, ids, last[sources.clamp(min=0)].clamp(min=0))
 
 

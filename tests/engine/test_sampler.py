@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine import Engine, SamplingParams, choosing, sampler, slot_tables
 from penstock.engine.choosing import NO_TOKEN
+from penstock.engine.graphs import with_sampled
 from penstock.engine.sampler import Sampler
 from penstock.engine.scoring import logprobs_of
 from penstock.engine.slot_tables import Row
@@ -191,6 +192,16 @@ class Masked:
 
     def __init__(self, allowed, V):
         self.mask = sum(1 << token for token in allowed if token < V).to_bytes(-(-V // 8), "little")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 128, 131])
+def test_the_kernel_of_known_tokens(tokens):
+    """Under the interpreter. A token that was not chosen counts as 0."""
+    kernel = pytest.importorskip("penstock.engine.known_kernel")
+    random = torch.Generator().manual_seed(0)
+    last = torch.tensor([5, -1, 2**40, 7])
+    ids, sources = torch.randint(2**40, (tokens,), generator=random), torch.randint(-1, 4, (tokens,), generator=random)
+    assert torch.equal(kernel.known_tokens(ids, sources, last), with_sampled(ids, sources, last))
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 300])

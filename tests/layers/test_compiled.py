@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine import choosing_kernel, scoring_kernel
+from penstock.engine import choosing_kernel, known_kernel, scoring_kernel
 from penstock.engine.slot_tables import BIASED, CONSTRAINED, LIMITED, PENALISED, SlotTables
 from penstock.layers.token_shift import kept_formula, shift_formula
 from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, norm_gate_launch
@@ -161,6 +161,7 @@ for x in (zeros(2, 10000), zeros(2, 10000).double()):
         choosing_kernel.choose_by_kernel(tables, x, places, 2, needs, places)
     for most in (0, 1, 5):
         scoring_kernel.logprobs_by_kernel(x, places[:2], most)
+known_kernel.known_tokens(places, places, places)
 for upstream in (None, torch.zeros(2)):
     cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")

@@ -216,6 +216,11 @@ class Shifted(NamedTuple):
     """normed + (before - normed) m_i."""
 
 
+def norm_warps(C: int) -> int:
+    """Warps of ``shifted_norm``, whatever the number of rows, because bits depend on it."""
+    return min(max(power(C, 16) // 512, 1), 16)
+
+
 def shifted_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
     spans: tuple[Tensor, Tensor] | None = None, *, centre: bool, complement: bool, kept: bool, early: bool = False,
@@ -238,7 +243,7 @@ def shifted_norm(
             x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, starts, ends,
             normed, before, *mu, *mu[:1] * (SHIFTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre,
             BIAS=bias is not None, SLOTS=slots is not None, SINGLE=spans is None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept,
-            BC=power(C, 16), PDL=bool(pdl), num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
+            BC=power(C, 16), PDL=bool(pdl), num_warps=norm_warps(C), **pdl,
         )  # fmt: skip
         count_write(pool)
     return Shifted(total, normed, before, mixed.unbind())
