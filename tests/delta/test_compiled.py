@@ -67,7 +67,8 @@ for variant, D, programs, packed in (("gated_delta_rule", 128, 132, False), ("ga
     given["g"] = torch.zeros(1, 150, 2) if variant == "gated_delta_rule" else None
     problem = DELTA.checked(variant, [given.get(name) for name in DELTA.names], (None, True, False, False, False, None))
     tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)} | {"d_output": v}
-    for made in (plan.chunk_forward_plan(problem, target), plan.chunk_backward_plan(problem, v, None, target)):
+    forward = [plan.chunk_forward_plan(problem, target, keep) for keep in (False, True)]
+    for made in (*forward, plan.chunk_backward_plan(problem, v, None, target)):
         for job in jobs(Planned(made.at(problem.sizes), tensors), "sm_90"):
             found = resources(job)
             print(found.spill, found.shared, job.kernel)
@@ -76,13 +77,14 @@ for variant, D, programs, packed in (("gated_delta_rule", 128, 132, False), ("ga
 
 @pytest.mark.timeout(600)
 def test_kernels_without_decays_per_channel_compile_almost_without_spills():
+    """With residuals, too. 112 bytes are addresses that ``gradients`` loads again for every head."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCALAR], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    names = [f"penstock_gdn_{name}_sm90" for name in ("prepare", "walk", "prepare", "states", "reverse", "gradients")]
+    names = [f"penstock_gdn_{name}_sm90" for name in ("prepare", "walk") * 3 + ("reverse", "gradients")]
     assert [line.rpartition(".")[2] for line in lines] == names * 3
     for line in lines:
         spill, shared = map(int, line.split()[:2])
-        assert spill <= 72, line
+        assert spill <= 112, line
         assert shared <= 232448, line

@@ -11,8 +11,8 @@ from emulated import gluon
 
 from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
-from penstock.delta.triton.calls import Backward
-from penstock.delta.triton.forms import scalar_backward_sm90
+from penstock.delta.triton.calls import Backward, Forward
+from penstock.delta.triton.forms import scalar_backward_sm90, scalar_sm90
 from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target
 
@@ -51,13 +51,19 @@ def problem_of(case, drawn=None):
     return contract.problem_of(case, case.tensors() if drawn is None else drawn)
 
 
-def run(problem, d_output, d_final, target=H200, seed=0):
-    """All gradients by the emulated kernels."""
-    call = Backward.of(problem, target, d_output=d_output, d_final_state=d_final)
+def forward(problem, keep, target=H200, seed=0):
+    """The memory of the emulated kernels of the forward pass."""
+    made = scalar_sm90.FORWARD.plan(Forward.of(problem, target, keep=keep))
+    return gluon.run(made, {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}, problem.sizes, seed)
+
+
+def run(problem, d_output, d_final, target=H200, seed=0, kept=()):
+    """All gradients by the emulated kernels. ``kept``: residuals of the forward pass by name."""
+    call = Backward.of(problem, target, d_output=d_output, d_final_state=d_final, kept=bool(kept))
     assert scalar_backward_sm90.BACKWARD.refusal(call) is None
     made = scalar_backward_sm90.BACKWARD.plan(call)
     tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
-    tensors |= {"d_output": d_output} | ({} if d_final is None else {"d_final_state": d_final})
+    tensors |= {"d_output": d_output} | ({} if d_final is None else {"d_final_state": d_final}) | dict(kept)
     found = gluon.run(made, tensors, problem.sizes, seed)
     names = {name: "d_initial_state" if name == "initial_state" else "d" + name for name in NAMES}
     return {name: found[x] for name, x in names.items() if x in found}
@@ -75,6 +81,42 @@ def test_equal_the_oracle(case):
         if off > allowed:
             allowed += 2 * rounding_errors(case, 8)[f"d{name}"]
         assert off <= allowed, (name, off / wanted[f"d{name}"].size)
+
+
+@pytest.mark.parametrize("target", [H200, SMALL], ids=["blocks", "heads"])
+@pytest.mark.parametrize(
+    "case",
+    [replace(OF, H=2, G=1, gate="mixture"), replace(OF, variant="delta_rule", K=64, T=70), replace(OF, lengths=(130, 0, 3), state=False)],
+    ids=str,
+)
+def test_residuals(case, target):
+    """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
+    problem, given = problem_of(case), upstream(case)
+    plain, found = forward(problem, False, target), forward(problem, True, target, seed=1)
+    for name in ("output", "final_state"):
+        assert torch.equal(plain[name], found[name]), name
+    first = run(problem, *given, target)
+    second = run(problem, *given, target, 1, {name: found[name] for name in scalar_sm90.KEPT})
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize(
+    ("case", "repeated", "kept"),
+    [
+        (OF, False, True),
+        (replace(OF, T=64, V=64, H=2, G=1), False, True),
+        (replace(OF, H=2, G=1), True, False),
+        (replace(OF, lengths=(130, 126)), False, True),
+        (replace(OF, lengths=(1,) * 64), False, False),
+    ],
+    ids=str,
+)
+def test_what_is_kept(case, repeated, kept):
+    """Residuals only where the backward pass takes them, and not of many short sequences."""
+    problem = problem_of(case)
+    made = scalar_sm90.FORWARD.plan(Forward.of(of_every_head(problem) if repeated else problem, H200, keep=True))
+    assert set(scalar_sm90.KEPT) <= set(made.memory) if kept else "chunk_states" not in made.memory
 
 
 @pytest.mark.parametrize("case", [replace(OF, H=2, G=1, gate="mixture"), replace(OF, H=2, lengths=(70, 3), gate="spikes")], ids=str)

@@ -18,7 +18,7 @@ from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from . import plan
 from .forms import raw
-from .forms.channels_sm90 import KEPT
+from .forms.lists import residuals_of
 
 Inputs = dict[str, Tensor | None]
 Residuals = tuple[Tensor, ...]
@@ -79,18 +79,19 @@ def chunk_forward(p: Delta, keep: bool = False) -> tuple[Tensor, Tensor, Residua
     name = plan_name("delta chunk forward" + " with residuals" * keep, p)
     later = partial(_backward_to_come, p) if keep else None
     found = launch.run(name, p, Target.of, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
-    return found["output"], found["final_state"], tuple(_kept(found).values()) if keep else ()
+    return found["output"], found["final_state"], tuple(_kept(p, found).values()) if keep else ()
 
 
-def _kept(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _kept(p: Delta, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The residuals in the memory of a forward pass."""
-    return {name: found[name] for name in KEPT} if KEPT[-1] in found else {}
+    names = residuals_of(p)
+    return {name: found[name] for name in names} if names[-1] in found else {}
 
 
 def _backward_to_come(p: Delta, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
     """The backward pass of a forward pass, if its final state has no gradient; its tensors, without memory."""
     made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
-    d_output, kept = made["output"], _kept(made)
+    d_output, kept = made["output"], _kept(p, made)
     planned = plan.chunk_backward_plan(p, d_output, None, at, kept=bool(kept))
     return planned, _inputs(p, d_output=d_output, d_final_state=None, **kept)
 
@@ -110,7 +111,7 @@ def advance(p: Advance) -> Tensor:
 def chunk_backward(p: Delta, d_output: Tensor, d_final_state: Tensor | None, state_alone: bool, residuals: Residuals = ()) -> Gradients:
     """All gradients, chunk by chunk; with ``state_alone`` that of the initial state. ``residuals``: of the forward pass, or empty."""
     name = "delta state backward" if state_alone else "delta chunk backward"
-    kept = dict(zip(KEPT, residuals))
+    kept = dict(zip(residuals_of(p), residuals))
     found = launch.run(
         plan_name(name + " from residuals" * bool(kept), p), p, Target.of,
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, state_alone, bool(kept)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ....gpu.forms import Form
 from ....gpu.plan import Plan
+from ...declaration import Delta
 from ..calls import Backward, Forward, InPlace
 from . import anchored_backward_sm90, channels_backward_sm90, channels_sm90, chunks, scalar_backward_sm90, scalar_sm90, segments, tokens
 
@@ -30,3 +31,8 @@ PIECES: tuple[InPlaceForm, ...] = (chunks.PIECES,)
 """Of an update in place: whole pieces of 64 tokens."""
 TOKENS_IN_PLACE: tuple[InPlaceForm, ...] = (tokens.IN_PLACE,)
 """Of an update in place: the tokens after the last piece."""
+
+
+def residuals_of(p: Delta) -> tuple[str, ...]:
+    """The names, in plans, of what a forward pass may keep for the backward pass."""
+    return channels_sm90.KEPT if "K" in p.variant.decay else scalar_sm90.KEPT

@@ -1,4 +1,4 @@
-"""The backward pass of gated DeltaNet and DeltaNet on Hopper, in four launches for every gate."""
+"""The backward pass of gated DeltaNet and DeltaNet on Hopper: two launches, after two that repeat what a forward pass may keep."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C
 from . import scalar_sm90
-from .chunks import start
-from .scalar_sm90 import block, columns, gates, key_heads, prepared
+from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, key_heads
 
 
 def refuses(call: Backward) -> str | None:
@@ -27,16 +26,19 @@ def refuses(call: Backward) -> str | None:
 
 
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``. The forward pass keeps nothing but its inputs.
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``.
 
-    ``prepare``: A, A_k T and B^T, all chunks in parallel. ``states``: X and the states before chunks, again. ``reverse``: dv and the
+    ``prepare`` and ``walk``: A, A_k T, B^T, E and the states before chunks, unless the forward pass kept them. ``reverse``: dv and the
     gradients of the states after chunks. ``gradients``: the others, all chunks in parallel; dq and dk are those of the heads of q and k.
     """
-    from ..sm90 import scalar_gradients, scalar_reverse, scalar_states
+    from ..sm90 import scalar_gradients, scalar_reverse
 
     plan, p, H, K, V, slots, BV, G = Plan(), call.p, call.H, call.K, call.V, call.chunks(C), block(call), key_heads(call)
     d_final, kind, R = call.d_final_state, p.q.dtype, H // G
     assert p.beta is not None
+    if not call.kept:
+        add_prepare(plan, call, removals=True)
+        add_walk(plan, call, output=False, keep=True)
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, *shape, dtype=dtype)
@@ -45,29 +47,21 @@ def _backward(call: Backward) -> Plan:
     dbeta = like("dbeta", H, dtype=p.beta.dtype)
     dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
-    b, a, r, reads = prepared(plan, call, removals=True)
-    x = plan.empty("x", slots, H, C, V, dtype=kind)
-    S, dS = (plan.empty(name, slots, H, V, K, dtype=kind) for name in ("chunk_states", "d_chunk_states"))
-    first, steps = start(call)
+    dS = plan.empty("d_chunk_states", slots, H, V, K, dtype=kind)
     last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
     (q_h, k_h), rates, (g, g_steps) = columns(call), call.strides("beta"), gates(call)
     chunk, values, state, walk = Tile(C, K), Tile(C, BV), Tile(BV, K, 3), call.programs(sequences, V // BV)
 
     plan.launch(
-        scalar_states.penstock_gdn_states_sm90, walk, ("k", "v", b, x, S, "beta", reads, first or d_initial, "cu_seqlens"),
-        (sequences, tokens, H, R, k_h, *rates, *steps), BV // 16, (chunk, values, Tile(C, K, 3), Tile(C, BV, 3), state),
-        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, PACKED=call.packed,
-    )  # fmt: skip
-    plan.launch(
         scalar_reverse.penstock_gdn_reverse_sm90, walk,
-        (b, "d_output", a, "q", "k", dv, dS, "beta", reads, last, dv, d_initial, "cu_seqlens"),
+        ("solved_keys", "d_output", "weights", "q", "k", dv, dS, "beta", "reads", last, dv, d_initial, "cu_seqlens"),
         (p.scale, sequences, tokens, H, R, q_h, k_h, *rates, *last_steps), BV // 16,
         (Tile(C, K, 3), values, Tile(C, C, 3), chunk, chunk, values, state),
         K=K, V=V, BV=BV, STAGES=2, COPIES=2 if BV == C else 1, FINAL=d_final is not None, PACKED=call.packed,
     )  # fmt: skip
     plan.launch(
         scalar_gradients.penstock_gdn_gradients_sm90, lambda s: slots(s) * G,
-        ("q", "k", x, dv, "d_output", r, S, dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),
+        ("q", "k", "errors", dv, "d_output", "removals", "chunk_states", dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),
         (p.scale, sequences, tokens, H, R, q_h, k_h, *g_steps, *rates), 8,
         (chunk, chunk, Tile(C, V, 3), *[Tile(C, V)] * 2, Tile(C, C, 3), *[Tile(V, K, 3)] * 2, chunk, chunk),
         K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,

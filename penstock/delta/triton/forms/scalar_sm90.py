@@ -9,7 +9,7 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan
+from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, C, Call, Forward
 from .chunks import start
@@ -53,8 +53,19 @@ def gates(call: Call) -> tuple[str, tuple[int, ...]]:
     return ("g", call.gate[:3]) if call.decay != NONE else ("beta", (0, 0, 0))
 
 
-def prepared(plan: Plan, call: Call, removals: bool) -> tuple[str, ...]:
-    """Add the memory of B^T, A, A_k T (``removals``; else a dummy) and read_t, and the launch that computes them. Returns their names."""
+KEPT = ("solved_keys", "weights", "removals", "reads", "errors", "chunk_states")
+"""What the forward pass keeps for the backward pass, by the names of its plan: B^T, A, A_k T, read_t, E and the states before chunks. With
+K = V = 128 it is 1284 bytes for a token and head of v."""
+
+
+def keeps(call: Forward) -> bool:
+    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
+    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
+    return call.keep and not call.p.groups and dense
+
+
+def add_prepare(plan: Plan, call: Call, removals: bool) -> None:
+    """The memory of B^T, A, read_t and, with ``removals``, A_k T of all chunks, and the launch that computes them."""
     from ..sm90 import scalar_prepare
 
     p, slots, H, K = call.p, call.chunks(C), call.H, call.K
@@ -69,7 +80,6 @@ def prepared(plan: Plan, call: Call, removals: bool) -> tuple[str, ...]:
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
         registers=168 if removals else 128, K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
     )  # fmt: skip
-    return b, a, r, reads
 
 
 def block(call: Call) -> int:
@@ -78,21 +88,34 @@ def block(call: Call) -> int:
     return call.V if programs >= call.target.multiprocessors else C
 
 
-def _forward(call: Forward) -> Plan:
+def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
+    """The launch that walks over the chunks: ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` if ``keep``."""
     from ..sm90 import scalar_walk
 
-    plan, p, H, K, V, BV = Plan(), call.p, call.H, call.K, call.V, block(call)
-    output = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-    final = plan.empty("final_state", sequences, H, K, V)
-    b, a, _, reads = prepared(plan, call, removals=False)
+    p, H, K, V, BV, slots = call.p, call.H, call.K, call.V, block(call), call.chunks(C)
+    out, final, e, S = "v", "reads", "v", "v"  # dummies
+    if output:
+        out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
+        final = plan.empty("final_state", sequences, H, K, V)
+    if keep:
+        e = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype)
+        S = plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
     first, steps = start(call)
+    values, kept = Tile(C, BV), (Tile(C, BV, 3), Tile(BV, K, 3))
     plan.launch(
         scalar_walk.penstock_gdn_walk_sm90, call.programs(sequences, V // BV),
-        ("k", "q", "v", b, a, output, "beta", reads, first or final, output, final, "cu_seqlens"),
+        ("k", "q", "v", "solved_keys", "weights", out, e, S, "beta", "reads", first or "reads", out, final, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
-        (*[Tile(C, K)] * 2, Tile(C, BV), Tile(C, K, 3), Tile(C, C, 3), Tile(C, BV)),
-        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, PACKED=call.packed,
+        (*[Tile(C, K)] * 2, values, Tile(C, K, 3), Tile(C, C, 3), values, *(kept if keep else (values, values))),
+        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, OUTPUT=output, KEEP=keep, PACKED=call.packed,
     )  # fmt: skip
+
+
+def _forward(call: Forward) -> Plan:
+    """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
+    plan, keep = Plan(), keeps(call)
+    add_prepare(plan, call, removals=keep)
+    add_walk(plan, call, output=True, keep=keep)
     return plan
 
 

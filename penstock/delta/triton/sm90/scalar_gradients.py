@@ -1,9 +1,9 @@
 """Gradients of the inputs of gated DeltaNet or DeltaNet on Hopper, in Gluon: everything that needs no chain over chunks.
 
-With S the state before the chunk, dS' the gradient of the state after it, X and Y = dV from the walks, and D, read, rest and A_k as in
-``scalar_prepare.py``,
+With S the state before the chunk, dS' the gradient of the state after it, E = X / beta and Y = dV from the walks, and D, read, rest and A_k
+as in ``scalar_prepare.py``,
 
-    R = X / beta - (A_k T) X        U = beta o R = T X              dbeta = rowsum(Y o R) / beta
+    W = E - (A_k T) (beta o E)      U = beta o W = T X              dbeta = rowsum(Y o W) / beta
     P = scale dO U^T o D (s <= t)   M = -Y U^T o D (s < t)          F = P o q k^T + M o k k^T
     dq = P k + scale read o (dO S^T)
     dk = P^T q + (M + M^T) k - read o (Y S^T) + rest o (U dS'^T)
@@ -11,9 +11,10 @@ With S the state before the chunk, dS' the gradient of the state after it, X and
            + sum s < t of (k o rest o (U dS'^T))_s + total sum(S o dS')
 
 Every term of dg is a pair of tokens with t between them, or a token and a state on both sides of it, so there is no cancellation. A_k T is
-bounded and has no factor beta: where beta is tiny, no row underflows in float16. It is taken as two bfloat16 numbers.
+bounded and has no factor beta: where beta is tiny, no row underflows in float16. Times beta it is taken as two bfloat16 numbers.
 
-A program computes a chunk for all heads of v that share a head of q and k. Their dq and dk are summed in float32 and rounded once.
+A program computes a chunk for all heads of v that share a head of q and k. Their dq and dk are summed in float32 and rounded once. Loads of
+the next head are in flight all the time: E, Y and dO have two copies, the states are free before the last products of a head.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_load, async_store, meet, unknown, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import span_of
 from .layouts import C
 from .programs import nonzero
@@ -33,39 +34,27 @@ GROUPS = gl.constexpr(2)  # groups of four warps: each has half of the columns o
 
 
 @gluon.jit
-def load_head(tiles, rings, bars, place, line, column, V: gl.constexpr, exists):
-    """Start the loads of a head: X, Y, dO and A_k T, then S^T and dS'^T."""
-    mbarrier.expect(bars.index(0), 3 * tiles[0].block_type.nbytes + tiles[3].block_type.nbytes, pred=exists)
-    async_load(tiles[0], [place * C, 0], bars.index(0), rings[0], pred=exists)
-    async_load(tiles[3], [place * C, 0], bars.index(0), rings[3], pred=exists)
-    async_load(tiles[1], [line, column], bars.index(0), rings[1], pred=exists)
-    async_load(tiles[2], [line, column], bars.index(0), rings[2], pred=exists)
-    mbarrier.expect(bars.index(1), 2 * tiles[4].block_type.nbytes, pred=exists)
-    async_load(tiles[4], [place * V, 0], bars.index(1), rings[4], pred=exists)
-    async_load(tiles[5], [place * V, 0], bars.index(1), rings[5], pred=exists)
-
-
-@gluon.jit
-def store_values(x_s, y_s, r_s, rates, dbeta, step, left):
-    """U replaces X. Store dbeta."""
-    kind: gl.constexpr = x_s.dtype
-    V: gl.constexpr = x_s.shape[1]
+def store_values(e_s, y_s, r_s, rate_s, dbeta, H, left):
+    """U replaces E. Store dbeta. The memory of A_k T is free after it."""
+    kind: gl.constexpr = e_s.dtype
+    V: gl.constexpr = e_s.shape[1]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, V // GROUPS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     token = gl.arange(0, C, gl.SliceLayout(1, wide))
-    rates = gl.convert_layout(rates, gl.SliceLayout(1, wide))
-    inverse = 1.0 / rates
-    T = -r_s.load(gl.DotOperandLayout(0, wide, 2)).to(gl.float32)
+    rates = rate_s.load(gl.SliceLayout(1, wide))
+    T = r_s.load(operand).to(gl.float32) * -rate_s.load(gl.SliceLayout(0, operand))[None, :]
     most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
     high = most.to(kind)
     low = (T - most).to(kind)
-    R = x_s.load(wide).to(gl.float32) * inverse[:, None]
-    R = warpgroup_mma(high, x_s, R)
-    R = warpgroup_mma(low, x_s, R)
-    of_beta = gl.sum(y_s.load(wide).to(gl.float32) * inverse[:, None] * R, 1)
-    gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
-    U = (R * rates[:, None]).to(kind)
+    W = e_s.load(wide).to(gl.float32)
+    W = warpgroup_mma(high, e_s, W)
+    W = warpgroup_mma(low, e_s, W)
+    of_beta = gl.sum(y_s.load(wide).to(gl.float32) * W, 1) / nonzero(rates)
+    gl.store(dbeta + token.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
+    U = (W * rates[:, None]).to(kind)
+    fence_async_shared()
     meet()
-    x_s.store(U)
+    e_s.store(U)
 
 
 @gluon.jit
@@ -79,6 +68,15 @@ def sum_of_product(S_s, dS_s):
         x = S_s.slice(n * ROWS, ROWS).load(layout).to(gl.float32)
         acc += x * dS_s.slice(n * ROWS, ROWS).load(layout).to(gl.float32)
     return gl.sum(gl.reshape(acc, [ROWS * K]), 0)
+
+
+@gluon.jit
+def from_token_on(zero, layout: gl.constexpr, kind: gl.constexpr):
+    """The left operand of sums over the tokens from t on: [C,C] of ones where the column is at least the row. ``zero``: see ``unknown``."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    t = gl.arange(0, C, gl.SliceLayout(1, operand))[:, None]
+    i = gl.arange(0, C, gl.SliceLayout(0, operand))[None, :]
+    return gl.where(i >= t + zero, 1.0, gl.zeros([C, C], gl.float32, operand)).to(kind)
 
 
 @gluon.jit
@@ -98,13 +96,13 @@ def store_gradient(tiles, x, memory, pointer, row, column, token, step, left):
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_gradients_sm90(
-    q_tiles, k_tiles, x_tiles, y_tiles, o_tiles, r_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
+    q_tiles, k_tiles, e_tiles, y_tiles, o_tiles, r_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
     cu_seqlens, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: gl.constexpr, V: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T o D, M = -Y U^T o D.
 
-    TMA tiles: q, k, dq, dk [C,K] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], X [C,V] and A_k T [C,C] of [slots,H,C,...], S^T and
+    TMA tiles: q, k, dq, dk [C,K] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], E [C,V] and A_k T [C,C] of [slots,H,C,...], S^T and
     dS'^T [V,K] of [slots,H,V,K]. Reads g and beta [B,T,H] by strides. Writes dq, dk [B,T,H / R,K], dg and dbeta [B,T,H]. Program (slot of a
     chunk, head of q and k): the R heads of v that share it one after another. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
     """
@@ -133,9 +131,9 @@ def penstock_gdn_gradients_sm90(
     first = group * R
     q_ring = gl.allocate_shared_memory(kind, [1, C, K], q_tiles.layout)
     k_ring = gl.allocate_shared_memory(kind, [1, C, K], k_tiles.layout)
-    x_ring = gl.allocate_shared_memory(kind, [1, C, V], x_tiles.layout)
-    y_ring = gl.allocate_shared_memory(kind, [1, C, V], y_tiles.layout)
-    o_ring = gl.allocate_shared_memory(kind, [1, C, V], o_tiles.layout)
+    x_ring = gl.allocate_shared_memory(kind, [2, C, V], e_tiles.layout)
+    y_ring = gl.allocate_shared_memory(kind, [2, C, V], y_tiles.layout)
+    o_ring = gl.allocate_shared_memory(kind, [2, C, V], o_tiles.layout)
     r_ring = gl.allocate_shared_memory(gl.float16, [1, C, C], r_tiles.layout)
     S_ring = gl.allocate_shared_memory(kind, [1, V, K], S_tiles.layout)
     dS_ring = gl.allocate_shared_memory(kind, [1, V, K], dS_tiles.layout)
@@ -143,64 +141,81 @@ def penstock_gdn_gradients_sm90(
     m_ring = gl.allocate_shared_memory(kind, [1, C, C], half)
     if DECAYS:
         f_ring = gl.allocate_shared_memory(kind, [1, C, C], half)
-        ones_ring = gl.allocate_shared_memory(kind, [1, C, C], half)
         vectors = decay_vectors()
-    tiles = (x_tiles, y_tiles, o_tiles, r_tiles, S_tiles, dS_tiles)
-    rings = (x_ring.index(0), y_ring.index(0), o_ring.index(0), r_ring.index(0), S_ring.index(0), dS_ring.index(0))
-    q_s = q_ring.index(0)
-    k_s = k_ring.index(0)
-    bars = barriers(3, 1)
+    rate_s = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = (e_tiles, y_tiles, o_tiles)
+    rings = (x_ring, y_ring, o_ring)
+    bars = (barriers(2, 1), barriers(2, 1), barriers(2, 1))
+    state_tiles = (S_tiles, dS_tiles)
+    state_rings = (S_ring, dS_ring)
+    state_bars = (barriers(1, 1), barriers(1, 1))
+    r_bars = (barriers(1, 1),)
+    qk_bars = (barriers(1, 1), barriers(1, 1))
     fence_async_shared()
     meet()
-    mbarrier.expect(bars.index(2), q_tiles.block_type.nbytes + k_tiles.block_type.nbytes)
-    async_load(q_tiles, [row, group * q_h], bars.index(2), q_s)
-    async_load(k_tiles, [row, group * k_h], bars.index(2), k_s)
-    load_head(tiles, rings, bars, slot * H + first, row, first * V, V, left > 0)
+    head = slot * H + first
+    zero = left * 0
+    expect((q_tiles, k_tiles), qk_bars, zero, left > 0)
+    expect((r_tiles,), r_bars, zero, left > 0)
+    expect(tiles, bars, zero, left > 0)
+    expect(state_tiles, state_bars, zero, left > 0)
+    expect(tiles, bars, zero + 1, R > 1)
+    meet()
+    load_tiles((q_tiles, k_tiles), (q_ring, k_ring), qk_bars, ([row, group * q_h], [row, group * k_h]), zero, left > 0)
+    load_tiles((r_tiles,), (r_ring,), r_bars, ([head * C, 0],), zero, left > 0)
+    load_tiles(tiles, rings, bars, ([head * C, 0], [row, first * V], [row, first * V]), zero, left > 0)
+    load_tiles(state_tiles, state_rings, state_bars, ([head * V, 0], [head * V, 0]), zero, left > 0)
+    load_tiles(tiles, rings, bars, ([head * C + C, 0], [row, (first + 1) * V], [row, (first + 1) * V]), zero + 1, R > 1)
     i = gl.arange(0, C, gl.SliceLayout(1, square))
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     at = gl.arange(0, C, line)
     g += b * g_b + (begin + done) * g_t + first.to(gl.int64) * g_h
-    beta += b * b_b + (begin + done) * b_t + first.to(gl.int64) * b_h + i.to(gl.int64) * b_t
+    beta += b * b_b + (begin + done) * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
     d_decay += token * H + first
     dbeta += token * H + first
     square_zero = gl.zeros([C, C], gl.float32, square)
     wide_zero = gl.zeros([C, K], gl.float32, wide)
     d_q = wide_zero
     d_k = wide_zero
-    mbarrier.wait(bars.index(2), 0)
+    q_s = q_ring.index(0)
+    k_s = k_ring.index(0)
+    for n in gl.static_range(2):
+        mbarrier.wait(qk_bars[n].index(0), 0)
     if left < C:
         zero_rows_from(q_s, left, clean)
         zero_rows_from(k_s, left, clean)
-    if DECAYS:
-        one = gl.full([C, C], 1.0, kind, square)
-        ones_ring.index(0).store(gl.where(i[:, None] < j, one, gl.zeros([C, C], kind, square)))
 
     for r in range(R):
         phase = r & 1
         zero = unknown(r * 0)  # addresses and descriptors of tiles are computed where they are used: as loop invariants they spill
         q_s = q_ring.index(zero)
         k_s = k_ring.index(zero)
-        x_s = x_ring.index(zero)
-        y_s = y_ring.index(zero)
-        o_s = o_ring.index(zero)
+        copy = unknown(phase)
+        x_s = x_ring.index(copy)
+        y_s = y_ring.index(copy)
+        o_s = o_ring.index(copy)
         r_s = r_ring.index(zero)
         S_s = S_ring.index(zero)
         dS_s = dS_ring.index(zero)
         p_s = p_ring.index(zero)
         m_s = m_ring.index(zero)
-        rates = nonzero(gl.load(beta + r * b_h.to(gl.int64), mask=i < left, other=0.0).to(gl.float32))
+        rate_s.store(gl.load(beta + r * b_h.to(gl.int64), mask=at < left, other=0.0).to(gl.float32))
         if DECAYS:
             d = log_decays(g + r * g_h.to(gl.int64), g_t, left, at)
             total = sums_of_decays(d, vectors, phase, 1.0)
-        mbarrier.wait(bars.index(0), phase)
+        mbarrier.wait(r_bars[0].index(0), phase)
+        for n in gl.static_range(3):
+            mbarrier.wait(bars[n].index(copy), (r >> 1) & 1)
         if left < C:
             zero_rows_from(y_s, left, clean)
             zero_rows_from(o_s, left, clean)
         fence_async_shared()
         meet()
-        store_values(x_s, y_s, r_s, rates, dbeta + r, H, left)
+        store_values(x_s, y_s, r_s, rate_s, dbeta + r, H, left)
+        expect((r_tiles,), r_bars, zero, r + 1 < R)
         fence_async_shared()
-        meet()
+        meet()  # U is stored, A_k T is free
+        load_tiles((r_tiles,), (r_ring,), r_bars, ([(head + r + 1) * C, 0],), zero, r + 1 < R)
         P = warpgroup_mma(o_s, x_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
         M = warpgroup_mma(y_s, x_s.permute((1, 0)), square_zero, use_acc=False, is_async=True)
         if DECAYS:
@@ -218,7 +233,8 @@ def penstock_gdn_gradients_sm90(
         m_s.store(M.to(kind))
         if DECAYS:
             f_ring.index(zero).store((P * of_q + M * of_k).to(kind))
-        mbarrier.wait(bars.index(1), phase)
+        for n in gl.static_range(2):
+            mbarrier.wait(state_bars[n].index(0), phase)
         fence_async_shared()
         meet()
         dQ = warpgroup_mma(o_s, S_s, wide_zero, use_acc=False, is_async=True)
@@ -243,17 +259,22 @@ def penstock_gdn_gradients_sm90(
             dB = warpgroup_mma(x_s, dS_s, wide_zero, use_acc=False, is_async=True)
             d_k -= dA
             d_k += warpgroup_mma_wait(0, [dB])
+        expect(state_tiles, state_bars, zero, r + 1 < R)
+        expect(tiles, bars, copy, r + 2 < R)
         fence_async_shared()
-        meet()  # X, Y, dO and the states are free
-        load_head(tiles, (x_s, y_s, o_s, r_s, S_s, dS_s), bars, slot * H + first + r + 1, row, (first + r + 1) * V, V, r + 1 < R)
+        meet()  # U, Y, dO and the states are free
+        place = head + r + 1
+        load_tiles(state_tiles, state_rings, state_bars, ([place * V, 0], [place * V, 0]), zero, r + 1 < R)
+        column = (first + r + 2) * V
+        load_tiles(tiles, rings, bars, ([(place + 1) * C, 0], [row, column], [row, column]), copy, r + 2 < R)
         d_q = warpgroup_mma(p_s, k_s, d_q, is_async=True)
         d_k = warpgroup_mma(p_s.permute((1, 0)), q_s, d_k, is_async=True)
         d_k = warpgroup_mma(m_s, k_s, d_k, is_async=True)
         d_k = warpgroup_mma(m_s.permute((1, 0)), k_s, d_k, is_async=True)
         if DECAYS:
-            F = warpgroup_mma(f_ring.index(zero), ones_ring.index(zero), square_zero, use_acc=False, is_async=True)
+            F = warpgroup_mma(from_token_on(unknown(zero), square, kind), f_ring.index(zero), square_zero, use_acc=False, is_async=True)
             d_q, d_k, F = warpgroup_mma_wait(0, [d_q, d_k, F])
-            pairs = gl.sum(gl.where(i[:, None] >= j, F, 0.0), 0)
+            pairs = gl.sum(gl.where(j < i[:, None], F, 0.0), 1)
             queries = gl.convert_layout(of_rows, line)
             keys = gl.convert_layout(of_columns, line)
             gradient = gradients_of_decays(queries, keys, of_state, d, at >= left) + gl.convert_layout(pairs, line)

@@ -132,16 +132,16 @@ def penstock_gdn_reverse_sm90(
             if m > 0:
                 load_step(tiles, rings, bars, place, m - 1 + STAGES)
                 store_step(y_tiles, dS_tiles, out_s, state_s, place, m - 1, tokens, vb, V, BV, COPIES)
-        state_s.index(m % COPIES).store(rounded)
         rate = rate_s.index(m & 1).load(by_token)[None, :]
         read = rate * read_s.index(m & 1).load(by_token)[None, :]
         reading = read_s.index(m & 1).load(gl.SliceLayout(0, left))[None, :] * scale
         scaled = (dO.to(gl.float32) * reading).to(kind)
         dS = dS * total
-        Z, L, dO = warpgroup_mma_wait(0, [Z, L, dO])
+        dS = warpgroup_mma(scaled, q_s.index(s), dS, is_async=True)
+        Z, L, dO = warpgroup_mma_wait(1, [Z, L, dO])
         minus = gl.convert_layout((Z * -read).to(kind), left, assert_trivial=True)
         dS = warpgroup_mma(minus, k_s.index(s), dS, is_async=True)
-        dS = warpgroup_mma(scaled, q_s.index(s), dS, is_async=True)
+        state_s.index(m % COPIES).store(rounded)
         Y = (Z * rate).to(kind)
         out_s.index(m % COPIES).permute((1, 0)).store(Y)
         rate_s.index((m + 1) & 1).store(nonzero(rates))

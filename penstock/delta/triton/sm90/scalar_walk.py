@@ -1,10 +1,11 @@
 """The walk over the chunks of gated DeltaNet or DeltaNet on Hopper, in Gluon. With what ``scalar_prepare.py`` computes of each chunk,
 
-    X = beta o (V - read o (k S))        O = A X + scale read o (q S)        S' = total o S + (B^T)^T X
+    E = V - read o (k S)        X = beta o E        O = A X + scale read o (q S)        S' = total o S + (B^T)^T X
 
-where total is read of the last token. q and k are read as the call has them: the decays are factors of columns of the accumulators. The
-state is in registers, transposed, so that it and X are left operands of all products without a copy in shared memory. Two products of a
-chunk depend on the chunk before. Two or three stages of tiles are loaded ahead by the tensor memory accelerator (TMA).
+where total is read of the last token. q and k are read as the call has them: the decays are factors of columns of the accumulators. For
+the backward pass E and the state before each chunk are stored. The state is in registers, transposed, so that it and X are left operands of
+all products without a copy in shared memory. Two products of a chunk depend on the chunk before. Two or three stages of tiles are loaded
+ahead by the tensor memory accelerator (TMA). Results are stored during the first product of the next chunk.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from .programs import vectors_of, walk_of_program
 
 @gluon.jit
 def load_chunk(tiles, rings, bars, place, c):
-    """Start the loads of chunk c: k, q, v, B^T and A."""
+    """Start the loads of chunk c: k, v and B^T; q and A."""
     row, columns, first, H, chunks = place
     at = (first + c * H) * C
     line = row + c * C
-    load_tiles(tiles, rings, bars, ([line, columns[0]], [line, columns[1]], [line, columns[2]], [at, 0], [at, 0]), c, c < chunks)
+    load_tiles(tiles, rings, bars, ([line, columns[0]], [line, columns[1]], [at, 0], [line, columns[2]], [at, 0]), c, c < chunks)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_walk_sm90(
-    k_tiles, q_tiles, v_tiles, b_tiles, a_tiles, o_tiles, beta, reads, initial_state, output, final_state, cu_seqlens, scale, N, T, H, R,
-    q_h, k_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr, PACKED: gl.constexpr,
+    k_tiles, q_tiles, v_tiles, b_tiles, a_tiles, o_tiles, e_tiles, S_tiles, beta, reads, initial_state, output, final_state, cu_seqlens,
+    scale, N, T, H, R, q_h, k_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
+    KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """O = A X + scale read o (q S), S <- total o S + (B^T)^T X with X = beta o (V - read o (k S)), chunk by chunk.
+    """O = A X + scale read o (q S), S <- total o S + (B^T)^T X with X = beta o E, E = V - read o (k S), chunk by chunk.
 
-    TMA tiles: k, q [C,K] of tokens [B T,H / R K], v and output [C,BV] of [B T,H V], B^T [C,K] and A [C,C] of [slots,H,C,...]. Reads beta
-    [B,T,H] and the initial state [N,H,K,V] by strides, read_t [slots,H,C]. Writes the final state [N,H,K,V]. Program (sequence, head, block
-    of BV value channels): four warps for each 64 of them. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
+    TMA tiles: k, q [C,K] of tokens [B T,H / R K], v and output [C,BV] of [B T,H V], B^T [C,K], A [C,C] and E [C,BV] of [slots,H,C,...], S^T
+    before each chunk [BV,K] of [slots,H,V,K]. Reads beta [B,T,H] and the initial state [N,H,K,V] by strides, read_t [slots,H,C]. With
+    OUTPUT writes the output and the final state [N,H,K,V], with KEEP E and the states before chunks. Program (sequence, head, block of BV
+    value channels): four warps for each 64 of them. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
     """
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(BV == 16 * WARPS)
@@ -54,20 +57,28 @@ def penstock_gdn_walk_sm90(
     owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED)
     head = h.to(gl.int64)
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
-    q_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
     b_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
-    a_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
-    out_s = gl.allocate_shared_memory(kind, [C, BV], half)
+    tiles = (k_tiles, v_tiles, b_tiles)
+    rings = (k_s, v_s, b_s)
+    if OUTPUT:
+        q_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+        a_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
+        out_s = gl.allocate_shared_memory(kind, [C, BV], half)
+        tiles = tiles + (q_tiles, a_tiles)
+        rings = rings + (q_s, a_s)
+    if KEEP:
+        e_s = gl.allocate_shared_memory(kind, [C, BV], half)
+        state_s = gl.allocate_shared_memory(kind, [BV, K], half)
+    bars = ()
+    for _ in gl.static_range(len(tiles)):
+        bars = bars + (barriers(STAGES, 1),)
     rate_s = gl.allocate_shared_memory(gl.float32, [2, C], flat)
     read_s = gl.allocate_shared_memory(gl.float32, [2, C], flat)
-    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
-    rings = (k_s, q_s, v_s, b_s, a_s)
-    tiles = (k_tiles, q_tiles, v_tiles, b_tiles, a_tiles)
     fence_async_shared()
     meet()
     value_column = h * V + vb * BV
-    place = ((b * T + row).to(gl.int32), (h // R * k_h, h // R * q_h, value_column), first_chunk.to(gl.int32), H, chunks)
+    place = ((b * T + row).to(gl.int32), (h // R * k_h, value_column, h // R * q_h), first_chunk.to(gl.int32), H, chunks)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
@@ -89,57 +100,83 @@ def penstock_gdn_walk_sm90(
     total = gl.load(reads + (C - 1), mask=chunks > 0, other=1.0)
     output += ((b * T + row) * H + head) * V + vb * BV
     done = gl.zeros([BV, C], kind, out_mma)
+    done_e = done
     for c in range(chunks):
         s = c % STAGES
         t = c * C
         phase = (c // STAGES) & 1
         rates, factors = vectors_of(beta, reads, c + 1, tokens, b_t, step, c + 1 < chunks)
         next_total = gl.load(reads + (c + 1) * step + (C - 1), mask=c + 1 < chunks, other=1.0)
-        L = gl.convert_layout(S.to(kind), left, assert_trivial=True)
+        rounded = S.to(kind)
+        L = gl.convert_layout(rounded, left, assert_trivial=True)
         mbarrier.wait(bars[0].index(s), phase)
         if t + C > tokens:  # rows after the last token are padding, or belong to another sequence
-            mbarrier.wait(bars[2].index(s), phase)
+            mbarrier.wait(bars[1].index(s), phase)
             zero_rows_from(k_s.index(s), tokens - t, clean)
             zero_rows_from(v_s.index(s), tokens - t, clean)
             fence_async_shared()
             meet()
         Y = gl.zeros([BV, C], gl.float32, out_mma)
         Y = warpgroup_mma(L, k_s.index(s).permute((1, 0)), Y, use_acc=False, is_async=True)
-        mbarrier.wait(bars[1].index(s), phase)
         O = gl.zeros([BV, C], gl.float32, out_mma)
-        O = warpgroup_mma(L, q_s.index(s).permute((1, 0)), O, use_acc=False, is_async=True)
-        if c > 0:  # while the tensor cores compute, the chunk before is stored
-            tma.store_wait(0)
-            expect(tiles, bars, c - 1 + STAGES, c - 1 + STAGES < chunks)
-            meet()
+        if OUTPUT:
+            mbarrier.wait(bars[3].index(s), phase)
+            O = warpgroup_mma(L, q_s.index(s).permute((1, 0)), O, use_acc=False, is_async=True)
+        # while the tensor cores compute: stores of the chunk before, and loads into its memory
+        tma.store_wait(0)
+        expect(tiles, bars, c - 1 + STAGES, (c > 0) & (c - 1 + STAGES < chunks))
+        meet()  # the memory of results is free
+        if OUTPUT:
             out_s.permute((1, 0)).store(done)
-            fence_async_shared()
-            meet()
+        if KEEP:
+            e_s.permute((1, 0)).store(done_e)
+            state_s.store(rounded)
+        fence_async_shared()
+        meet()  # the vectors and results are stored
+        if c > 0:
             load_chunk(tiles, rings, bars, place, c - 1 + STAGES)
-            async_store(o_tiles, [place[0] + t - C, value_column], out_s)
-        else:
-            meet()  # the vectors are stored
-        mbarrier.wait(bars[2].index(s), phase)
+            if OUTPUT:
+                async_store(o_tiles, [place[0] + t - C, value_column], out_s)
+            if KEEP:
+                async_store(e_tiles, [(place[2] + (c - 1) * H) * C, vb * BV], e_s)
+        if KEEP:
+            async_store(S_tiles, [(place[2] + c * H) * V + vb * BV, 0], state_s)
+        mbarrier.wait(bars[1].index(s), phase)
         rate = rate_s.index(c & 1).load(by_token)[None, :]
         read = read_s.index(c & 1).load(by_token)[None, :]
         X = v_s.index(s).permute((1, 0)).load(out_mma).to(gl.float32) * rate
         rate = rate * read
         S = S * total
-        Y = warpgroup_mma_wait(1, [Y])
+        if OUTPUT:
+            Y = warpgroup_mma_wait(1, [Y])
+        else:
+            Y, L = warpgroup_mma_wait(0, [Y, L])
         X = (X - Y * rate).to(kind)
         X = gl.convert_layout(X, left, assert_trivial=True)
-        mbarrier.wait(bars[3].index(s), phase)
+        mbarrier.wait(bars[2].index(s), phase)
         S = warpgroup_mma(X, b_s.index(s), S, is_async=True)
-        O, L = warpgroup_mma_wait(1, [O, L])
-        O = O * (read * scale)
-        mbarrier.wait(bars[4].index(s), phase)
-        O = warpgroup_mma(X, a_s.index(s).permute((1, 0)), O, is_async=True)
+        if OUTPUT:
+            O, L = warpgroup_mma_wait(1, [O, L])
+            O = O * (read * scale)
+            mbarrier.wait(bars[4].index(s), phase)
+            O = warpgroup_mma(X, a_s.index(s).permute((1, 0)), O, is_async=True)
+        if KEEP:
+            done_e = (v_s.index(s).permute((1, 0)).load(out_mma).to(gl.float32) - Y * read).to(kind)
         rate_s.index((c + 1) & 1).store(rates)
         read_s.index((c + 1) & 1).store(factors)
         total = next_total
         S, O, X = warpgroup_mma_wait(0, [S, O, X])
         done = O.to(kind)
-    t = (chunks - 1) * C
-    gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, done, mask=(t + column < tokens) & (chunks > 0))
-    gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
+    if KEEP:
+        tma.store_wait(0)
+        meet()
+        e_s.permute((1, 0)).store(done_e)
+        fence_async_shared()
+        meet()
+        if chunks > 0:
+            async_store(e_tiles, [(place[2] + (chunks - 1) * H) * C, vb * BV], e_s)
+    if OUTPUT:
+        t = (chunks - 1) * C
+        gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, done, mask=(t + column < tokens) & (chunks > 0))
+        gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)
