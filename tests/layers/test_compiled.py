@@ -184,7 +184,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens(step):
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "low_rank_products", "rwkv7_step", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
-    others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "product", "score", "sum_of_parts", *decoding}
+    others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "known_tokens", "product", "score", "sum_of_parts", *decoding}
     assert set(printed(COMPILE, str(step))) == {f"penstock_{name}" for name in both | others}
 
 
