@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call import private
-from ..cpu import DTYPES, unavailable
+from ..cpu import unavailable
 from ..tokens.dtypes import state_dtype
 from .activations import sigmoid, tanh
 from .as_written import altered
@@ -189,12 +189,8 @@ def _refuses_native(c: Step) -> str | None:
     if c.norm.weight is None or c.norm.bias is None:
         return "the norm has no weight or bias"
     tokens, learned = [*c.inputs.tokens, c.values, c.gate], [*c.inputs.parameters, c.norm.weight, c.norm.bias]
-    if any(len({one.dtype for one in some}) > 1 or some[0].dtype not in DTYPES for some in (tokens, learned, [c.pool])):
-        return "tokens, and weights, must have one dtype, which it takes"
-    if any(one.dtype == torch.float64 for one in (tokens[0], learned[0], c.pool)):
-        return "it computes in float32"
-    if not all(one.is_contiguous() for one in (*tokens, *learned)):
-        return "tokens and weights must be contiguous"
+    if not native.takes(tokens, learned, c.pool):
+        return "it takes contiguous tokens and weights, each of one dtype, not float64"
     if not private.fast((*tokens, *learned, c.pool, c.sequences.slots)):
         return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
     return None if c.pool.shape[0] else "the pool has no rows"
