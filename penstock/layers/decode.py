@@ -31,7 +31,7 @@ WIDTH = 2048
 token on an NVIDIA H200. ``low_rank_maps`` followed by other maps, or with more tokens, is slower. Other sizes were not measured."""
 
 
-def _refuses_update(sequences: Sequences) -> str | None:
+def refuses_update(sequences: Sequences) -> str | None:
     """Why a call is not an update in place without gradients and autocast, or None."""
     if torch.is_grad_enabled():
         return "gradients are on"
@@ -42,7 +42,7 @@ def _refuses_update(sequences: Sequences) -> str | None:
 
 def refuses_step(sequences: Sequences) -> str | None:
     """Why a call is not a decode step in a graph, or None."""
-    return refuses_graph(mode()) or _refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
+    return refuses_graph(mode()) or refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
 
 
 def shifted_norm(
@@ -59,7 +59,7 @@ def shifted_norm(
 
 def _refuses_shifted_norm(c: ShiftedNorm) -> str | None:
     x, y, sequences = c.x, c.y, c.sequences
-    if (why := _refuses_update(sequences)) is not None:
+    if (why := refuses_update(sequences)) is not None:
         return why
     if not (sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS):
         return f"token_shift is faster for more than {SHIFTED_TOKENS} tokens"

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..call import private
+from ..cpu import unavailable
 from ..tokens.dtypes import state_dtype
 from .activations import sigmoid, tanh
 from .as_written import altered
-from .chains import Chain, ChainForm
-from .decode import PARTS, refuses_step
+from .chains import Chain, ChainForm, plain
+from .cpu import rwkv7 as native
+from .decode import PARTS, refuses_step, refuses_update
 from .examples import HALF, Draw, examples
 from .linear import linear
 from .modes import in_graph, mode, ready, refuses_graph, rows_alike
@@ -119,7 +122,7 @@ def rwkv7_step(
     r: Tensor, k: Tensor, w: Tensor, rate: Tensor, learned: Learned, v: Tensor | Mixed, gate: Tensor, norm: nn.GroupNorm, pool: Tensor,
     sequences: Sequences,
 ) -> Tensor | None:  # fmt: skip
-    """A decode step in a graph as one kernel: ``recurrence_inputs``, the recurrence in place, and ``norm_gate`` of its output.
+    """A decode step as one kernel, on a GPU in a graph: ``recurrence_inputs``, the recurrence in place, and ``norm_gate`` of its output.
 
     pool : Tensor [P,H,N,N]
         The states; row ``slots[n]`` is updated in place.
@@ -172,6 +175,42 @@ def _by_kernel(c: Step) -> Tensor:
     return y.view(c.gate.shape)
 
 
+def _refuses_native(c: Step) -> str | None:
+    if torch.compiler.is_compiling():
+        return "graphs cannot trace its call"
+    if (why := _not_native(c.gate.device) or refuses_update(c.sequences)) is not None:
+        return why
+    if not c.sequences.single:
+        return "it takes one token per sequence"
+    if mode().alike:
+        return "the call is inside rows_alike"
+    if (why := altered(c.norm, nn.GroupNorm)) is not None:
+        return f"the norm {why}"
+    if c.norm.weight is None or c.norm.bias is None:
+        return "the norm has no weight or bias"
+    tokens, learned = [*c.inputs.tokens, c.values, c.gate], [*c.inputs.parameters, c.norm.weight, c.norm.bias]
+    if not native.takes(tokens, learned, c.pool):
+        return "it takes contiguous tokens and weights, each of one dtype, not float64"
+    if not private.fast((*tokens, *learned, c.pool, c.sequences.slots)):
+        return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
+    return None if c.pool.shape[0] else "the pool has no rows"
+
+
+def _not_native(device: torch.device) -> str | None:
+    """Why a device has no native kernel, or None."""
+    if device.type != "cpu":
+        return f"its tensors are on {device.type}, it works on a CPU"
+    return None if native.AVAILABLE else unavailable("rwkv7_step")
+
+
+def _by_native(c: Step) -> Tensor:
+    i, slots = c.inputs, c.sequences.slots
+    v, mix, first, v0 = i.mixed or (c.values, None, None, None)
+    learned = (*i.learned, v0, c.norm.weight, c.norm.bias)
+    places = None if slots is None else slots.long().contiguous()
+    return native.rwkv7_step((i.r, i.k, i.w, i.rate, v, mix, first, c.gate), learned, c.norm.eps, c.pool, places)
+
+
 def step_formula(c: Step) -> Any:
     """``rwkv7_step``, and the pool."""
     dtype, H = state_dtype(c.gate.dtype), c.inputs.learned.r_k.shape[0]
@@ -198,6 +237,10 @@ def _draw(draw: Draw, mixed: bool = True) -> Step:
 
 RWKV7_STEP: Chain[Step, Tensor | None] = Chain(
     "rwkv7_step",
+    plain(
+        "native", _by_native, _refuses_native,
+        (*examples(_draw, gradients=False), *examples(partial(_draw, mixed=False), gradients=False)), _not_native,
+    ),
     ChainForm(
         "rwkv7_step", _by_kernel, _refuses, lambda c: ("penstock_rwkv7_step",),
         (*examples(_draw, gradients=False, within=in_graph), *examples(partial(_draw, mixed=False), gradients=False, within=in_graph)),

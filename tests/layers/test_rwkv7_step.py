@@ -1,14 +1,16 @@
-"""Kernels of decode steps of RWKV-7, under Triton's interpreter."""
+"""Kernels of decode steps of RWKV-7: native, and under Triton's interpreter."""
 
 import pytest
 import torch
 from formulas import error
 
 from penstock.gpu.target import interpreting
+from penstock.layers.cpu import rwkv7 as native
 from penstock.layers.rwkv7_chains import inputs_formula
+from penstock.layers.triton import launching
 
-launch = pytest.importorskip("penstock.layers.triton.rwkv7_step_launch")
-pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
+pytestmark = pytest.mark.sampled(file=True)
+needs_interpreter = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 EPS = 1e-3
 
 
@@ -30,8 +32,22 @@ def given_of(tokens, learned):
     return [r, k, w, rate, *learned[:5], v, mix, first, learned[5]]
 
 
-def stepped(tokens, learned, norm, pool, slots=None):
+def by_triton(tokens, learned, norm, pool, slots=None):
+    launch = launching("rwkv7_step_launch")
     return launch.rwkv7_step(launch.Given(*given_of(tokens, learned)), *tokens[7:], *norm, EPS, pool, slots)
+
+
+def by_native(tokens, learned, norm, pool, slots=None):
+    *first, v, mix, before, gate, values = tokens
+    return native.rwkv7_step((*first, values if v is None else v, mix, before, gate), (*learned, *norm), EPS, pool, slots)
+
+
+@pytest.fixture(params=[pytest.param(by_triton, id="triton", marks=needs_interpreter), pytest.param(by_native, id="native")])
+def stepped(request):
+    """A decode step by one of the kernels."""
+    if request.param is by_native and not native.AVAILABLE:
+        pytest.skip("needs the native library")
+    return request.param
 
 
 def formula(tokens, learned, norm, states):
@@ -53,7 +69,7 @@ def formula(tokens, learned, norm, states):
 @pytest.mark.parametrize("slots", [None, (3, -1, 0)], ids=str)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("heads", "size"), [(2, 64), (3, 10), (1, 128)])
-def test_steps(heads, size, mixed, slots, state, dtype):
+def test_steps(heads, size, mixed, slots, state, dtype, stepped):
     """A negative slot gives 0 and changes no row."""
     tokens, learned, norm, pool = step_inputs(3, heads, size, mixed, dtype, state)
     kept, version, rows = pool.clone(), pool._version, None if slots is None else torch.tensor(slots)
@@ -70,7 +86,7 @@ def test_steps(heads, size, mixed, slots, state, dtype):
     assert pool._version > version
 
 
-def test_bits_of_a_row_do_not_depend_on_other_rows_or_warps():
+def test_bits_of_a_row_do_not_depend_on_other_rows_or_warps(stepped):
     tokens, learned, norm, pool = step_inputs(5, 2, 24)
     slots, kept = torch.tensor([4, 2, -1, 0, 8]), pool.clone()
     y = stepped(tokens, learned, norm, pool, slots)
@@ -81,7 +97,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_warps():
 
 
 @pytest.mark.parametrize("place", range(9))
-def test_nan_in_one_row_stays_there(place):
+def test_nan_in_one_row_stays_there(place, stepped):
     slots, results = torch.tensor([4, 2, 0]), []
     for spoiled in (False, True):
         tokens, learned, norm, pool = step_inputs(3, 2, 10)
@@ -94,7 +110,7 @@ def test_nan_in_one_row_stays_there(place):
     assert found[1].isnan().any()
 
 
-def test_steps_take_pools_of_any_strides():
+def test_steps_take_pools_of_any_strides(stepped):
     tokens, learned, norm, pool = step_inputs(3, 2, 10)
     results = []
     for one in (pool.contiguous(), pool.mT.contiguous().mT, pool.transpose(0, 3).contiguous().transpose(0, 3)):
@@ -104,7 +120,7 @@ def test_steps_take_pools_of_any_strides():
         assert torch.equal(one, results[0][1])
 
 
-def test_keys_of_zero_remove_nothing():
+def test_keys_of_zero_remove_nothing(stepped):
     tokens, learned, norm, pool = step_inputs(2, 2, 10)
     tokens[1].zero_()
     kept = pool.clone()
@@ -116,8 +132,9 @@ def test_keys_of_zero_remove_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "C", "ranks"), [(1, 64, (8, 16, 24, 40)), (3, 70, (5,)), (70, 300, (32, 96, 64)), (20, 40, (8, 280))])
+@needs_interpreter
 def test_low_rank_maps(rows, C, ranks, dtype):
-    kinds = ["tanh", None, "sigmoid", None][: len(ranks)]
+    launch, kinds = launching("rwkv7_step_launch"), ["tanh", None, "sigmoid", None][: len(ranks)]
     x = [normal(rows, C, seed=n, dtype=dtype) for n in range(len(ranks))]
     downs = [normal(C, M, seed=M, dtype=dtype) / C**0.5 for M in ranks]
     ups = [normal(M, C + 2, seed=M, dtype=dtype) / M**0.5 for M in ranks]

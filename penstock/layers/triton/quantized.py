@@ -1,8 +1,9 @@
 """Linear maps with weights of 8 and 4 bits (``layers/quantization.py``), which the kernels read as they are stored.
 
 The time of a linear map with few rows is the time to read its weights. A program of ``penstock_quantized_products`` reads BN rows of codes
-once. Codes are exact in every dtype of x; scales multiply float32 sums. The order of the sums depends only on the sizes of the weight, so a
-row does not depend on the other rows, to the bit, for all tiles with ``APART``.
+once; for one row of x, into registers before the wait for the previous kernel. Codes are exact in every dtype of x; scales multiply
+float32 sums. The order of the sums depends only on the sizes of the weight, so a row does not depend on the other rows, to the bit, for
+all tiles with ``APART``.
 """
 
 import triton
@@ -91,45 +92,95 @@ def _joined(sums):
 
 
 @triton.jit
-def _int8_of_one(x, codes, n, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Codes of rows n times one row x, without tensor cores: [BN,1]. All loads of a tile [BN,BK] are in flight at once."""
-    k = tl.arange(0, BK)
-    rows = codes + n.to(tl.int64)[:, None] * K + k[None, :]
-    there = (n < N)[:, None]
-    sums = tl.zeros([BN, BK], tl.float32)
-    for at in tl.range(0, K, BK):
-        if K % BK == 0:
-            a = tl.load(rows + at, there, other=0)
-            b = tl.load(x + at + k)
-        else:
-            inside = k < K - at
-            a = tl.load(rows + at, there & inside[None, :], other=0)
-            b = tl.load(x + at + k, inside, other=0.0)
-        sums += a.to(tl.float32) * b.to(tl.float32)[None, :]
-    return tl.sum(sums, 1)[:, None]
+def _columns(first, BK: tl.constexpr, BITS: tl.constexpr):
+    """Of codes [BK * BITS / 64,8], their bytes and the columns of a row (of ``int4``, those of the low bits)."""
+    t = tl.arange(0, BK * BITS // 64)[:, None]
+    j = tl.arange(0, 8)[None, :]
+    if BITS == 8:
+        at = t * 8 + j
+        column = at
+    else:
+        at = t * 8 + j
+        column = (t // 4) * 64 + (t % 4) * 8 + j
+    return first * BITS // 8 + at, first + column
 
 
 @triton.jit
-def _int4_of_one(x, codes, scales, n, N, K: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr):
-    """Rows n of a weight times one row x, without tensor cores: [BN,1]. All loads of a tile of BG groups are in flight at once."""
+def _codes(codes, n, N, first, K: tl.constexpr, BYTES: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr):
+    """Codes of rows n from column ``first`` on: [BN,BK*BITS/64,8]. All loads are in flight at once."""
+    at, _ = _columns(first, BK, BITS)
+    rows = codes + n.to(tl.int64)[:, None, None] * BYTES + at[None, :, :]
+    there = (n < N)[:, None, None]
+    if K % BK == 0:
+        a = tl.load(rows, there, other=0)
+    else:
+        a = tl.load(rows, there & (at < BYTES)[None, :, :], other=0)
+    return a
+
+
+@triton.jit
+def _raw(codes, PDL: tl.constexpr):
+    """Codes that are converted after this point only: until then they take a quarter of the registers."""
+    if PDL:
+        codes = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=codes.dtype, is_pure=False, pack=4)
+    return codes
+
+
+@triton.jit
+def _scales(scales, n, N, first, K: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr):
+    """Scales of ``int4`` for the codes of rows n from column ``first`` on: [BN,BK/16], the same for four neighbours."""
     GROUPS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
-    g = tl.arange(0, BG)
-    j = tl.arange(0, HALF)
-    rows = codes + n.to(tl.int64)[:, None, None] * (GROUPS * HALF) + g[None, :, None] * HALF + j[None, None, :]
-    factors = scales + n.to(tl.int64)[:, None] * GROUPS + g[None, :]
-    there = (n < N)[:, None]
-    sums = tl.zeros([BN, BG], tl.float32)
-    for first in tl.range(0, GROUPS, BG):
-        inside = there & (g[None, :] < GROUPS - first)
-        at = (first + g)[:, None] * (2 * HALF) + j[None, :]
-        both = tl.load(rows + first * HALF, inside[:, :, None], other=0)
-        scale = tl.load(factors + first, inside, other=0.0)
-        b0 = tl.load(x + at, at < K, other=0.0).to(tl.float32)
-        b1 = tl.load(x + at + HALF, at + HALF < K, other=0.0).to(tl.float32)
-        low, high = _nibbles(both)
-        part = low.to(tl.float32) * b0[None, :, :] + high.to(tl.float32) * b1[None, :, :]
-        sums += tl.sum(part, 2) * scale.to(tl.float32)
-    return tl.sum(sums, 1)[:, None]
+    g = first // (2 * HALF) + tl.arange(0, BK // 16)[None, :] // 4
+    return tl.load(scales + n.to(tl.int64)[:, None] * GROUPS + g, (n < N)[:, None] & (g < GROUPS), other=0.0)
+
+
+@triton.jit
+def _sums(x, a, scale, first, K: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr):
+    """Partial sums of codes times one row of x, of ``int4`` times scales."""
+    _, column = _columns(first, BK, BITS)
+    b = tl.load(x + column, column < K, other=0.0).to(tl.float32)
+    if BITS == 8:
+        sums = tl.sum(a.to(tl.float32) * b[None, :, :], 2)
+    else:
+        column += HALF
+        b1 = tl.load(x + column, column < K, other=0.0).to(tl.float32)
+        both = (a & 15).to(tl.float32) * b[None, :, :] + (a >> 4).to(tl.float32) * b1[None, :, :]
+        zero = tl.sum(b + b1, 1) * 8.0
+        sums = (tl.sum(both, 2) - zero[None, :]) * scale.to(tl.float32)
+    return sums
+
+
+@triton.jit
+def _of_one(
+    x, codes, scales, n, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows n of a weight times one row x, without tensor cores. The codes of BK columns are loaded before the wait in ``begin``."""
+    BYTES: tl.constexpr = K if BITS == 8 else (K + 2 * HALF - 1) // (2 * HALF) * HALF
+    a = _codes(codes, n, N, 0, K, BYTES, BK, BITS)
+    scale = _scales(scales, n, N, 0, K, BK, HALF) if BITS == 4 else a
+    factor = tl.load(scales + n, n < N, other=0.0) if BITS == 8 else n
+    begin(PDL)
+    sums = _sums(x, _raw(a, PDL), scale, 0, K, BK, BITS, HALF)
+    for first in tl.static_range(BK, K, BK):
+        a = _codes(codes, n, N, first, K, BYTES, BK, BITS)
+        scale = _scales(scales, n, N, first, K, BK, HALF) if BITS == 4 else a
+        sums += _sums(x, a, scale, first, K, BK, BITS, HALF)
+    o = tl.sum(sums, 1)
+    if BITS == 8:
+        o *= factor
+    return o
+
+
+@triton.jit
+def _store(o, y, gate, to, here, part, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr):
+    """Store results after an activation."""
+    if RELU_SQUARED:
+        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
+        o = tl.where(part == 0, positive * positive, o)
+    if GATE:
+        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
+    tl.store(y + to, o.to(y.dtype.element_ty), here)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -163,31 +214,21 @@ def penstock_quantized_products(
     y = selected(part, y0, y1, y2, y3, y4, PARTS)
     N = selected(part, n0, n1, n2, n3, n4, PARTS)
     n = block * BN + tl.arange(0, BN)
-    if BYTES % 16 == 0:
-        prefetch(codes, block.to(tl.int64) * (BN * BYTES), BN * BYTES, N.to(tl.int64) * BYTES, WARPS, PDL)
-    begin(PDL)
     if APART == 0:
-        m = tl.zeros([1], tl.int32)
-        if BITS == 8:
-            o = _int8_of_one(x, codes, n, N, K, BN, BK)
-        else:
-            o = _int4_of_one(x, codes, scales, n, N, K, BN, BK // (2 * HALF), HALF)
+        o = _of_one(x, codes, scales, n, N, K, BN, BK, BITS, HALF, PDL)
+        _store(o, y, gate, n, n < N, part, RELU_SQUARED, GATE)
     else:
+        if BYTES % 16 == 0:
+            prefetch(codes, block.to(tl.int64) * (BN * BYTES), BN * BYTES, N.to(tl.int64) * BYTES, WARPS, PDL)
+        begin(PDL)
         m = tl.program_id(1) * BM + tl.arange(0, BM)
         if BITS == 8:
             o = _int8(x, codes, n, m, N, R, K, BN, BM, BK, STAGES, APART)
+            o *= tl.load(scales + n, n < N, other=0.0)[:, None]
         else:
             o = _int4(x, codes, scales, n, m, N, R, K, BN, BM, HALF, STAGES, APART)
-    if BITS == 8:
-        o *= tl.load(scales + n, n < N, other=0.0)[:, None]
-    to = m.to(tl.int64)[None, :] * N + n[:, None]
-    here = (n < N)[:, None] & (m < R)[None, :]
-    if RELU_SQUARED:
-        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
-        o = tl.where(part == 0, positive * positive, o)
-    if GATE:
-        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
-    tl.store(y + to, o.to(y.dtype.element_ty), here)
+        to = m.to(tl.int64)[None, :] * N + n[:, None]
+        _store(o, y, gate, to, (n < N)[:, None] & (m < R)[None, :], part, RELU_SQUARED, GATE)
 
 
 @triton.jit
