@@ -30,6 +30,14 @@ def build(source: Path, kind: str, folder: Path, **environment: str) -> None:
     subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
 
 
+def only(function: str, folder: str, pattern: str) -> Path:
+    """The file of a folder."""
+    found = sorted(Path(folder).resolve().glob(pattern))
+    if len(found) != 1:
+        raise SystemExit(f"{function}: {folder} must have one {pattern}, got {len(found)}. Run make wheels.")
+    return found[0]
+
+
 def unpacked(archive: Path, folder: Path) -> Path:
     """The source tree of an archive."""
     with tarfile.open(archive) as packed:
