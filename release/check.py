@@ -29,7 +29,7 @@ from hatch_build import PLATFORMS, library, of_this_machine
 from .libraries import Library, read
 from .wheels import ROOT, build_wheel, only, unpacked
 
-LARGEST = 1_800_000
+LARGEST = 1_870_000
 """Bytes of a wheel: what the largest has, and a tenth."""
 ALLOWED = {  # libraries of the system, by the tag's first word
     "manylinux": r"libc\.so\.6|libm\.so\.6|ld-linux-.*",
