@@ -47,8 +47,9 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def build_wheel(source: Path, tag: str, output: Path, **environment: str) -> Path:
-    """One wheel of a source tree."""
-    build(source, "wheel", output, SOURCE_DATE_EPOCH=of_commit(), PENSTOCK_PLATFORM=tag, **environment)
+    """One wheel of an unpacked archive. Its files have the archive's time."""
+    seconds = int((source / "PKG-INFO").stat().st_mtime)
+    build(source, "wheel", output, SOURCE_DATE_EPOCH=str(seconds), PENSTOCK_PLATFORM=tag, **environment)
     (wheel,) = output.glob(f"*{tag}.whl")
     return wheel
 
