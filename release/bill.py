@@ -20,7 +20,7 @@ from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from .wheels import ROOT, of_commit
+from .wheels import ROOT, of_commit, only
 
 BUNDLED = "penstock/server/page/markdown-it.LICENSE.txt"
 """Names and versions of the packages in the server's page, each before its licence."""
@@ -86,9 +86,10 @@ def bill(files: list[Path], requirements: str, notices: str, seconds: int) -> st
 
 def main(folder: str) -> None:
     """Writes beside the files of a release."""
-    files = [*Path(folder).glob("*.tar.gz"), *Path(folder).glob("*.whl")]
+    archive = only("bill", folder, "*.tar.gz")
+    files = [archive, *archive.parent.glob("*.whl")]
     text = bill(files, (ROOT / "release" / "requirements.txt").read_text(), (ROOT / BUNDLED).read_text(), int(of_commit()))
-    place = Path(folder) / f"{next(Path(folder).glob('*.tar.gz')).name.removesuffix('.tar.gz')}.cdx.json"
+    place = archive.with_name(archive.name.replace(".tar.gz", ".cdx.json"))
     place.write_text(text)
     print(place)
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from hatch_build import of_this_machine
 
-from .wheels import ROOT
+from .wheels import ROOT, only
 
 T = TypeVar("T")
 MOST_SECONDS = 0.3
@@ -71,7 +71,7 @@ def timed(what: str, work: Callable[[], T]) -> T:
 
 def main(folder: str) -> None:
     """The exit status is 1 if a step fails."""
-    (wheel,) = Path(folder).resolve().glob(f"*-{of_this_machine()}.whl")
+    wheel = only("try_wheel", folder, f"*-{of_this_machine()}.whl")
     with tempfile.TemporaryDirectory() as place:
         here = Environment(Path(place))
         install = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(wheel))

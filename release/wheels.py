@@ -30,6 +30,14 @@ def build(source: Path, kind: str, folder: Path, **environment: str) -> None:
     subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
 
 
+def only(function: str, folder: str, pattern: str) -> Path:
+    """The file of a folder."""
+    found = sorted(Path(folder).resolve().glob(pattern))
+    if len(found) != 1:
+        raise SystemExit(f"{function}: {folder} must have one {pattern}, got {len(found)}. Run make wheels.")
+    return found[0]
+
+
 def unpacked(archive: Path, folder: Path) -> Path:
     """The source tree of an archive."""
     with tarfile.open(archive) as packed:
@@ -39,8 +47,9 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def build_wheel(source: Path, tag: str, output: Path, **environment: str) -> Path:
-    """One wheel of a source tree."""
-    build(source, "wheel", output, SOURCE_DATE_EPOCH=of_commit(), PENSTOCK_PLATFORM=tag, **environment)
+    """One wheel of an unpacked archive. Its files have the archive's time."""
+    seconds = int((source / "PKG-INFO").stat().st_mtime)
+    build(source, "wheel", output, SOURCE_DATE_EPOCH=str(seconds), PENSTOCK_PLATFORM=tag, **environment)
     (wheel,) = output.glob(f"*{tag}.whl")
     return wheel
 

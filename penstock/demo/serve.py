@@ -38,7 +38,7 @@ def ask(weights: Path, prompt: str, tokens: int = 80) -> Answer:
     tokens : int
         To generate at most.
 
-    Raises MissingExtra without the packages of ``penstock[demo]``, or PenstockError if the server does not start.
+    Raises MissingExtra without the packages of the extra ``demo``, or PenstockError if the server does not start.
     """
     if any(find_spec(name) is None for name in PACKAGES):
         raise MissingExtra.of("demo", "fastapi, uvicorn, jinja2, prometheus-client and openai", "demo")

@@ -13,7 +13,7 @@ torch.Size([1, 8])
 
 Hooks, wrappers and replaced ``forward``s of every module act in every call, with a cache and without.
 
-Needs ``pip install penstock[transformers]``.
+Needs the extra ``transformers``: ``pip install -e ".[transformers]"`` in a checkout.
 """
 
 from __future__ import annotations
