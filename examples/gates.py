@@ -1,8 +1,8 @@
 """Every gate is exact, and takes the same time.
 
-RWKV-6 and Kimi delta attention run with log decays -exp(x + mu), from nearly none (mu = -12) to total forgetting. Each output is
-compared with the float64 token loop, and each call is timed, on one thread. A kernel that divides by products of decays overflows, or
-loses digits, towards the right of the picture.
+RWKV-6 and Kimi delta attention run with log decays -exp(x + mu), from nearly none (mu = -12) to total forgetting. Each output is compared
+with the float64 token loop, and each call is timed, on one thread. A kernel that divides by products of decays overflows, or loses
+digits, towards the right of the picture.
 """
 
 from __future__ import annotations
