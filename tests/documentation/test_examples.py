@@ -65,3 +65,12 @@ def test_own_mixer(tmp_path, monkeypatch):
 def test_state_tuning(tmp_path, monkeypatch):
     found = run("state_tuning", tmp_path, monkeypatch, "--steps", "60")
     assert found["shares"]["good"] >= found["shares"]["base"]
+
+
+@pytest.mark.slow
+def test_lora(tmp_path, monkeypatch):
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package)
+    found = run("lora", tmp_path, monkeypatch)
+    assert found["answers"]["base"].startswith(" Peru.")
+    assert found["answers"]["loud"].startswith(" PERU!")
