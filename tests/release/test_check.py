@@ -12,6 +12,8 @@ import pytest
 
 for name in ("cyclonedx", "elftools", "hatchling", "macholib", "pefile"):
     pytest.importorskip(name, reason=f"{name}: pip install -e '.[test]'")
+from penstock import cpu  # noqa: E402
+
 hatch_build = import_module("hatch_build")
 bill, check, libraries, wheels = (import_module(f"release.{name}") for name in ("bill", "check", "libraries", "wheels"))
 
@@ -130,6 +132,8 @@ def test_the_functions_are_those_that_are_launched():
     launching = "".join(one.read_text() for one in package.glob("*/cpu/*.py"))
     launched = {f"penstock_{name}_" for name in re.findall(r'\brun\("(\w+)"', launching)}
     assert check.functions(sources) == launched >= {"penstock_forward_", "penstock_delta_backward_"}
+    if cpu.LIBRARY.exists():
+        assert cpu.unavailable(*(name.removeprefix("penstock_").removesuffix("_") for name in launched)) is None
 
 
 def test_the_bill_of_materials_has_files_bundled_packages_and_tools(tmp_path):

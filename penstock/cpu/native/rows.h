@@ -48,6 +48,7 @@ static inline void free_scratch(float *scratch) {
     free(scratch);
 #endif
 }
+#pragma GCC poison free /* free_scratch: on Windows, aligned memory has a function of its own */
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - (vec){}; }

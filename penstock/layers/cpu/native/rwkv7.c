@@ -115,7 +115,7 @@ static void one_head(const step *p, rows m, int64_t n, int64_t h) {
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */
-void NAME(penstock_rwkv7_step_, SUFFIX)(step *p) {
+EXPORT void NAME(penstock_rwkv7_step_, SUFFIX)(step *p) {
     int64_t Np = padded(p->N);
     float *memory = scratch_of((ROWS + Np) * Np), *m[ROWS + 1];
     if (!memory) { p->out_of_memory = 1; return; }
@@ -124,5 +124,5 @@ void NAME(penstock_rwkv7_step_, SUFFIX)(step *p) {
     memcpy(&all, m, sizeof all);
     for (int64_t unit; (unit = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->R * p->H;)
         one_head(p, all, unit / p->H, unit % p->H);
-    free(memory);
+    free_scratch(memory);
 }
