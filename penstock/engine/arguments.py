@@ -12,6 +12,7 @@ from ..layers.attention_pages import unpaged
 from ..layers.sizes import check_whole
 from ..models import CausalLM
 from ..models.probabilities import MOST_TOKENS
+from ..models.quantizing import check_kind
 from .pages import pages_of
 from .parameters import SamplingParams
 from .request import CHUNK, Request
@@ -20,9 +21,11 @@ from .states import SequenceState
 from .tunings import Tuning
 
 
-def check_model(model: object) -> None:
-    """Raise DtypeError for anything but a CausalLM, RangeError for one whose states grow or with too many tokens."""
+def check_model(model: object, quantize: object = None) -> None:
+    """Raise DtypeError for anything but a CausalLM, RangeError for one whose states grow or with too many tokens; check ``quantize``."""
     complaints = Complaints("Engine")
+    if quantize is not None:
+        check_kind(complaints, "quantize", quantize)
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
         complaints.raise_any()

@@ -110,14 +110,14 @@ class Engine:
         adapters: Mapping[str, Factors] | None = None, quantize: Kind | None = None, pages: int | None = None,
         max_length: int | None = None,
     ) -> None:  # fmt: skip
-        check_model(model)
-        model = model if quantize is None else quantized(model, quantize)
+        check_model(model, quantize)
         states, adapters = {} if states is None else states, {} if adapters is None else adapters
         complaints = Complaints("Engine")
         check_switches(complaints, model, batch_invariant, overlap, cuda_graphs)
         check_sizes(complaints, slots, token_budget, prompt_budget, cache_bytes, host_cache_bytes, keep_every, max_queue)
         check_pages(complaints, model, slots, pages, max_length, cuda_graphs)
         complaints.raise_any()
+        model = model if quantize is None else quantized(model, quantize)
         check_tunings(complaints, model, states, adapters)
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
         adapted = with_adapters(model, adapters)

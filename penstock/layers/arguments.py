@@ -41,7 +41,7 @@ def check_sequences(complaints: Complaints, x: Tensor, cu_seqlens: object, slots
         check_tensor(complaints, Argument("slots", "N", INDICES), slots, sizes, x.device, name)
     if complaints.found or torch.compiler.is_compiling():
         return
-    rows_of_pool = next((one.shape[0] for _, one in named_tensors(state) if one.dim()), None)
+    rows_of_pool = next((one.shape[0] for _, one in named_tensors(state, pages=False) if one.dim()), None)
     if rows_of_pool is not None:
         sizes["P"] = rows_of_pool
     for argument, given, rule in (("cu_seqlens", cu_seqlens, offsets("T")), ("slots", slots, rows)):
@@ -68,16 +68,17 @@ def _is_tensor(value: object, name: str, complaints: Complaints) -> TypeGuard[Te
     return isinstance(value, Tensor)
 
 
-def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a state with their names, as ``state[3].mixer.shift``."""
+def named_tensors(state: object, name: str = "state", *, pages: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a state with their names, as ``state[3].mixer.shift``; without ``pages``, those whose first axis is the row."""
     if isinstance(state, Tensor):
         yield name, state
     elif isinstance(state, tuple) and hasattr(state, "_fields"):
         for field, one in zip(state._fields, state):
-            yield from named_tensors(one, f"{name}.{field}")
+            if pages or field not in getattr(state, "fields_of_pages", ()):
+                yield from named_tensors(one, f"{name}.{field}", pages=pages)
     elif isinstance(state, list | tuple):
         for n, one in enumerate(state):
-            yield from named_tensors(one, f"{name}[{n}]")
+            yield from named_tensors(one, f"{name}[{n}]", pages=pages)
 
 
 def check_part(
@@ -96,7 +97,7 @@ def check_part(
             return
         pages: dict[str, int] = {}
         for field, one, other in zip(wanted._fields, state, wanted):
-            own = pages if field in getattr(wanted, "shared", ()) else sizes
+            own = pages if field in getattr(wanted, "fields_of_pages", ()) else sizes
             check_part(complaints, f"{name}.{field}", one, other, own, written, owner)
         return
     if not isinstance(state, Tensor):

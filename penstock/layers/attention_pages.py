@@ -36,8 +36,8 @@ class PagedAttentionState(NamedTuple):
     """[N], the number of tokens so far, int64."""
 
     @property
-    def shared(self) -> tuple[str, ...]:
-        """Fields whose first axis is not the row."""
+    def fields_of_pages(self) -> tuple[str, ...]:
+        """Fields whose first axis is the page, not the row."""
         return "keys", "values"
 
     @property

@@ -58,8 +58,12 @@ def check_kind(complaints: Complaints, argument: str, kind: object) -> None:
 
 def check_finite(complaints: Complaints, name: str, weight: Tensor) -> None:
     """Check that a weight can be quantized."""
-    if not weight.is_meta and not bool(weight.isfinite().all()):
+    if weight.is_meta:
+        return
+    if not bool(weight.isfinite().all()):
         complaints.add(RangeError, name, "finite to be quantized", "NaN or infinity")
+    elif weight.dtype == torch.float64 and not bool(weight.float().isfinite().all()):
+        complaints.add(RangeError, name, "in the range of float32 to be quantized", f"{float(weight.detach().abs().max()):.3g}")
 
 
 def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:

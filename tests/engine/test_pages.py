@@ -10,7 +10,7 @@ from architectures import model_of
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.pages import SharedPages
 from penstock.errors import EngineError, OutOfMemory, PenstockError, RangeError, ShapeError
-from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig
+from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig, SoftmaxAttentionState
 from penstock.models import CausalLM, hybrid
 
 HYBRIDS = ["hybrid", "hybrid_window", "hybrid_of_deltas", "hybrid_without_rotary"]
@@ -55,6 +55,27 @@ def test_requests_that_wait_for_pages_give_equal_tokens(name, overlap):
     assert finished(engine, *requests) == [[one.tokens for one in result.completions] for result in wanted]
     assert preempted or name == "hybrid_window"
     assert_free(engine)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_there_may_be_fewer_pages_than_rows(name):
+    """Rows of states are counted without pages, also where the first layer is softmax attention."""
+    model = model_of(name)
+    prompts = [PROMPT[n : 70 + n] for n in range(3)]
+    wanted = Engine(model, slots=4).generate(prompts, greedy(3))
+    engine = Engine(model, slots=4, pages=2, max_length=128)
+    assert finished(engine, *(engine.submit(one, greedy(3)) for one in prompts)) == [[one.completions[0].tokens] for one in wanted]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_slots_beyond_the_rows_are_refused(name):
+    """However many pages there are."""
+    model = model_of(name)
+    pool = [
+        one._replace(mixer=one.mixer.paged(9, 2)) if isinstance(one.mixer, SoftmaxAttentionState) else one for one in model.initial_state(2)
+    ]
+    with pytest.raises(RangeError, match="advance: slots must be below the 2 rows of state, got 5"):
+        model.advance(torch.tensor([[1], [2]]), pool, slots=torch.tensor([0, 5]))
 
 
 def test_kept_prefixes_and_completions_share_pages():

@@ -179,8 +179,10 @@ def test_wrong_kinds_are_refused(tmp_path):
         quantize(model_of("gla"), "int3")
     with pytest.raises(DtypeError, match="load: quantize must be one of int8, int4, got "):
         load(tmp_path, quantize=8)
-    with pytest.raises(RangeError, match="kind must be one of int8, int4, got 'fp8'"):
+    with pytest.raises(RangeError, match="Engine: quantize must be one of int8, int4, got 'fp8'"):
         Engine(model_of("gla"), quantize="fp8")
+    with pytest.raises(DtypeError, match="Engine: quantize must be one of int8, int4, got 4 of type int"):
+        Engine(model_of("gla"), quantize=4)
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path):
@@ -204,6 +206,16 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
     save(model, tmp_path / "model")
     with pytest.raises(RangeError, match=r"load: head\.weight must be finite to be quantized"):
         load(tmp_path / "model", quantize="int4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_beyond_float32_are_refused(kind):
+    """Scales would be infinite."""
+    model = model_of("gla", torch.float64)
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e300
+    with pytest.raises(RangeError, match=r"quantize: head\.weight must be in the range of float32 to be quantized, got 1e\+300"):
+        quantize(model, kind)
 
 
 @pytest.fixture(params=[rwkv6, rwkv7], ids=lambda one: one.__name__)
