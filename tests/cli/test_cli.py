@@ -278,13 +278,13 @@ def test_a_refusing_peer_does_not_end_the_run(run, monkeypatch):
 
 
 def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
-    ours = BENCH.ours
+    own = BENCH.raw.own
 
     def tampered(name, x, mode):
-        right = ours(name, x, mode)
+        right = own(name, x, mode)
         return replace(right, forward=lambda x: right.forward(x) * 1.01) if x.variant == "gla" else right
 
-    monkeypatch.setattr(BENCH, "ours", tampered)
+    monkeypatch.setattr(BENCH.raw, "own", tampered)
     done = run("bench", "gla", "rwkv6", *TINY, "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 1
     assert "wrong: its output is 0.0" in done.output

@@ -22,7 +22,7 @@ def commands(text):
     for line in re.sub(r"\$\(\(.*?\)\)", "8001", text.replace("\\\n", " ")).splitlines():
         for part in re.split(r"\s&&\s|\s\|\s|;\s", line.split(" # ")[0] if not line.lstrip().startswith("#") else ""):
             words = shlex.split(part.strip().removesuffix("&"))
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
                 words.pop(0)
             if words:
                 yield words

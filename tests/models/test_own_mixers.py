@@ -183,8 +183,7 @@ def test_subclasses_have_no_place_in_the_formats_of_other_projects(kinds: dict, 
             save(model, tmp_path / "other", format)
         save(model, tmp_path / format)
         assert load(tmp_path / format).config == model.config
-    with pytest.raises(RangeError, match=r"model must be free of other attention, got other attention in layers \[1\]"):
-        Engine(model)
+    assert Engine(model, max_length=8).generate([1, 2], SamplingParams(max_tokens=2))[0].tokens  # its layer is that of its base
 
 
 def install(folder: Path, entry: str) -> None:

@@ -24,8 +24,7 @@ from ..variants import VARIANTS
 from .answers import CALLS
 from .calls import Backward
 from .forms import raw
-from .forms.channels_sm90 import KEPT
-from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
+from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE, residuals_of
 
 KEEPING = "forward with residuals"
 """The forward pass of a call that wants gradients, by the forms that keep residuals."""
@@ -86,7 +85,7 @@ class Configuration:
             for form in forms:
                 if form.refusal(call) is None:
                     made = self._plan(form, call)
-                    if which != KEEPING or KEPT[-1] in made.plan.memory:
+                    if which != KEEPING or residuals_of(call.p)[-1] in made.plan.memory:
                         yield f"{which}: {form.name}", made
 
     def computed(self, which: str) -> DeltaTokens:
