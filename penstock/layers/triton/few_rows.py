@@ -98,6 +98,17 @@ def _product(
     return tl.reshape(sums, [BN, BM])
 
 
+@triton.jit
+def store_activated(o, y, gate, to, here, part, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr):
+    """Store o to y at ``to``; with RELU_SQUARED relu(o)^2 of part 0, with GATE times sigmoid(gate)."""
+    if RELU_SQUARED:
+        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
+        o = tl.where(part == 0, positive * positive, o)
+    if GATE:
+        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
+    tl.store(y + to, o.to(y.dtype.element_ty), here)
+
+
 @triton.jit(do_not_specialize=["R"])
 def penstock_products(
     x0, x1, x2, x3, x4,  # [R,K]
@@ -137,13 +148,7 @@ def penstock_products(
     else:
         o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
     to = m[None, :] * N + n[:, None]
-    here = (n < N)[:, None] & (m < R)[None, :]
-    if RELU_SQUARED:
-        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
-        o = tl.where(part == 0, positive * positive, o)
-    if GATE:
-        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
-    tl.store(y + to, o.to(y.dtype.element_ty), here)
+    store_activated(o, y, gate, to, (n < N)[:, None] & (m < R)[None, :], part, RELU_SQUARED, GATE)
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -38,18 +38,21 @@ COUNTS = 256
 
 
 class Tile(NamedTuple):
-    """Sizes of ``penstock_products``."""
+    """Sizes of ``penstock_products`` and of ``penstock_quantized_products``."""
 
     BN: int
     """Rows of a weight per program."""
     BM: int
     """Rows of x per program."""
     BK: int
-    """Elements of K per iteration: of each warp with APART, else of all warps together."""
+    """Elements of K per iteration: of each warp with ``apart``, which ``int4`` takes from its groups; else of all warps together."""
     stages: int
     """One more than the blocks of K in flight."""
     apart: int
-    """4: each warp sums over its own blocks of K."""
+    """4: each warp sums over its own blocks of K. 0: one row of x of quantized weights, without tensor cores."""
+    warps: int = few_rows.WARPS
+    registers: int = 0
+    """The most registers of a thread; 0: no limit."""
 
 
 def tile_of(rows: int) -> Tile:
@@ -59,7 +62,7 @@ def tile_of(rows: int) -> Tile:
     return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
 
 
-def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
+def early_of(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
     """``launch.early``, if all prefetched tensors are aligned to 16 bytes."""
     return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
@@ -153,13 +156,13 @@ def products(
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
     rows = [weight.shape[0] for weight in weights]
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
-    pdl, more = _early(x, *weights), PARTS - len(weights)
+    pdl, more = early_of(x, *weights), PARTS - len(weights)
     if R:
         on_device_of(x, few_rows.penstock_products)[begins.pop(), -(-R // tile.BM)](
             *inputs, *[x] * more, *weights, *[weights[0]] * more, *results, *[results[0]] * more, x if gate is None else gate,
             *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
             COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
-            BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+            BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=tile.warps, PDL=bool(pdl), num_warps=tile.warps, **pdl,
         )  # fmt: skip
     return results
 

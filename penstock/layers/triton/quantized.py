@@ -9,7 +9,7 @@ all tiles with ``APART``.
 import triton
 import triton.language as tl
 
-from .few_rows import begin, prefetch, selected
+from .few_rows import begin, prefetch, selected, store_activated
 
 
 @triton.jit
@@ -172,17 +172,6 @@ def _of_one(
     return o
 
 
-@triton.jit
-def _store(o, y, gate, to, here, part, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr):
-    """Store results after an activation."""
-    if RELU_SQUARED:
-        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
-        o = tl.where(part == 0, positive * positive, o)
-    if GATE:
-        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
-    tl.store(y + to, o.to(y.dtype.element_ty), here)
-
-
 @triton.jit(do_not_specialize=["R"])
 def penstock_quantized_products(
     x0, x1, x2, x3, x4,  # [R,K]
@@ -216,7 +205,7 @@ def penstock_quantized_products(
     n = block * BN + tl.arange(0, BN)
     if APART == 0:
         o = _of_one(x, codes, scales, n, N, K, BN, BK, BITS, HALF, PDL)
-        _store(o, y, gate, n, n < N, part, RELU_SQUARED, GATE)
+        store_activated(o, y, gate, n, n < N, part, RELU_SQUARED, GATE)
     else:
         if BYTES % 16 == 0:
             prefetch(codes, block.to(tl.int64) * (BN * BYTES), BN * BYTES, N.to(tl.int64) * BYTES, WARPS, PDL)
@@ -228,7 +217,7 @@ def penstock_quantized_products(
         else:
             o = _int4(x, codes, scales, n, m, N, R, K, BN, BM, HALF, STAGES, APART)
         to = m.to(tl.int64)[None, :] * N + n[:, None]
-        _store(o, y, gate, to, (n < N)[:, None] & (m < R)[None, :], part, RELU_SQUARED, GATE)
+        store_activated(o, y, gate, to, (n < N)[:, None] & (m < R)[None, :], part, RELU_SQUARED, GATE)
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,27 +11,7 @@ from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from ..quantization import GROUP, HALF, Kind, Quantized
 from . import launch, quantized
-
-PARTS = 5
-"""The most linear maps of one launch."""
-
-
-class Tile(NamedTuple):
-    """Sizes of ``penstock_quantized_products``."""
-
-    BN: int
-    """Rows of a weight per program."""
-    BM: int
-    """Rows of x per program."""
-    BK: int
-    """Columns per iteration: of each warp with ``apart``, which ``int4`` takes from its groups; else of all warps together."""
-    stages: int
-    """One more than the blocks of K in flight."""
-    apart: int
-    """4: each warp sums over its own blocks of K. 0: one row of x, without tensor cores."""
-    warps: int
-    registers: int = 0
-    """The most registers of a thread; 0: no limit."""
+from .few_rows_launch import PARTS, Tile, early_of
 
 
 def tile_of(rows: int, alike: bool, kind: Kind, K: int) -> Tile:
@@ -43,13 +22,13 @@ def tile_of(rows: int, alike: bool, kind: Kind, K: int) -> Tile:
     """
     if rows == 1 and not alike:
         if K > 2048:
-            return Tile(1, 1, 8192, 1, 0, 4, 48 if kind == "int8" else 80)
-        return Tile(4, 1, 2048, 1, 0, 4, 48) if kind == "int8" else Tile(2, 1, 2048, 1, 0, 4, 72)
+            return Tile(1, 1, 8192, 1, 0, registers=48 if kind == "int8" else 80)
+        return Tile(4, 1, 2048, 1, 0, registers=48) if kind == "int8" else Tile(2, 1, 2048, 1, 0, registers=72)
     if rows <= 32:
-        return Tile(16, power(rows, 8), GROUP, 5 if rows > 16 else 9 if kind == "int8" else 6, 4, 4)
+        return Tile(16, power(rows, 8), GROUP, 5 if rows > 16 else 9 if kind == "int8" else 6, 4)
     if rows <= 64:
-        return Tile(16, 64, GROUP, 4, 4, 4)
-    return Tile(64 if kind == "int8" else 32, 64, GROUP, 3, 4, 4)  # int4 spills with 64
+        return Tile(16, 64, GROUP, 4, 4)
+    return Tile(64 if kind == "int8" else 32, 64, GROUP, 3, 4)  # int4 spills with 64
 
 
 def products(
@@ -66,7 +45,7 @@ def products(
     tile = tile or tile_of(R, alike, weights[0].kind, K)
     results = [one.new_empty(R, N) for one, N in zip(inputs, rows)]
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
-    pdl, more = _early(x, weights) if fixed else {}, PARTS - len(weights)
+    pdl, more = early_of(x, *(one.codes for one in weights)) if fixed else {}, PARTS - len(weights)
     limit = launch.limit(x, tile.registers) if tile.registers else {}
     BK = min(tile.BK, power(K, GROUP)) if tile.apart == 0 else tile.BK
     if R:
@@ -78,11 +57,6 @@ def products(
             WARPS=tile.warps, PDL=bool(pdl), num_warps=tile.warps, **limit, **pdl,
         )  # fmt: skip
     return results
-
-
-def _early(x: Tensor, weights: Sequence[Quantized]) -> dict[str, object]:
-    """``launch.early``, if all codes are aligned to 16 bytes."""
-    return launch.early(x.device) if all(one.codes.data_ptr() % 16 == 0 for one in weights) else {}
 
 
 def _stages(x: Tensor, tile: Tile) -> int:
