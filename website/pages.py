@@ -17,7 +17,7 @@ PAGES = {
     "benchmarks/NOTES.md": "notes.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
     "README.md": "index.md", "examples": "examples/index.md",
 }  # fmt: skip
-"""Files and folders outside of docs/, and their pages. Those that there are not are left out."""
+"""Files and folders outside of docs/, and their pages. Missing ones are skipped."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]*)(#[^)\s]*)?(?=\))")
 SESSION = re.compile(r"^```python\n(?=>>>)", re.MULTILINE)
 

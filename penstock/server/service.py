@@ -133,7 +133,7 @@ class Service:
         )  # fmt: skip
 
     def fitting(self, params: SamplingParams, known: int, wanted: int | None) -> SamplingParams:
-        """Parameters after ``known`` tokens. If the client wanted no number of tokens, at most as many as a hybrid has room for."""
+        """Parameters after ``known`` tokens. Without a limit of the client, a hybrid generates no more tokens than it has room for."""
         room = None if self.engine.max_length is None else self.engine.max_length - known
         if wanted or room is None or room >= params.max_tokens:
             return params
