@@ -25,15 +25,15 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, field
 
-DISTRIBUTION = "penstock"
-"""The name of the package in ``pyproject.toml``."""
+DISTRIBUTION = "penstock-lm"
+"""The name of the distribution in ``pyproject.toml``; the package is ``penstock``."""
 
 
 def installing(extra: str) -> str:
     """The commands that install the packages of an extra. The second adds them to an installed package, without an index that has it.
 
     >>> installing("models")
-    "pip install -e '.[models]' in a checkout, or pip install 'penstock[models]' with a wheel installed"
+    "pip install -e '.[models]' in a checkout, or pip install 'penstock-lm[models]' with a wheel installed"
     """
     return f"pip install -e '.[{extra}]' in a checkout, or pip install '{DISTRIBUTION}[{extra}]' with a wheel installed"
 

@@ -8,6 +8,7 @@ from documents import ROOT, blocks
 from typer.main import get_command
 
 from penstock.cli import main
+from penstock.errors import DISTRIBUTION
 
 OTHERS = {
     "/opt/penstock/bin/pip", "caddy", "curl", "do", "docker", "done", "export", "for", "haproxy", "hf", "install", "journalctl", "openssl",
@@ -39,7 +40,7 @@ def check_pip(words):
     extras = [one for word in words for found in re.findall(r"\[([\w,]+)\]", word) for one in found.split(",")]
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     assert all(f"\n{one} = [" in text for one in extras)
-    assert "penstock" not in [word.partition("[")[0] for word in words], "there is no release: a checkout or a wheel"
+    assert not {"penstock", DISTRIBUTION} & {word.partition("[")[0] for word in words}, "there is no release: a checkout or a wheel"
     constraints = [word for word in words if word.startswith("constraints")]
     assert all((ROOT / one).exists() for one in constraints)
 
@@ -86,6 +87,7 @@ def test_wrong_extras_and_targets_are_found():
     for check, words in (
         (check_pip, ["install", "-e", ".[nothing]"]),
         (check_pip, ["install", "penstock[serve]"]),
+        (check_pip, ["install", f"{DISTRIBUTION}[serve]"]),
         (check_make, ["nothing"]),
     ):
         with pytest.raises(AssertionError):

@@ -19,7 +19,7 @@ from penstock.models import CausalLM, rwkv6, save
 
 DOCS = ROOT / "docs"
 CHECKPOINTS = ("RWKV-x060-World-1B6.pth", "RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth")
-LEFT_OUT = re.compile(r"^(pip install|torchrun|penstock doctor|for gpu|haproxy)")
+LEFT_OUT = re.compile(r"^(pip install|torchrun|penstock doctor)")
 """Commands that change the environment, or need more than a CPU."""
 
 
@@ -32,7 +32,7 @@ class Session:
             self.port = free.getsockname()[1]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.python = []
+        self.python, self.state = [], "ID"
         torch.manual_seed(0)
         model = CausalLM(rwkv6(vocab_size=65536, hidden_size=16, num_layers=1, head_size=8))
         for name in CHECKPOINTS:
@@ -49,13 +49,17 @@ class Session:
         for line in text.splitlines():
             if not line or LEFT_OUT.match(line):
                 continue
+            line = re.sub(r"\bID\b", self.state, line)
             line = re.sub(r"^penstock", f"{sys.executable} -m penstock", line.split("   #")[0])
             if " penstock serve " in line:
                 self.serve(line + f" --port {self.port}")
                 continue
-            line += f" --url http://127.0.0.1:{self.port}" if "bench-serve" in line else ""
+            line += f" --requests 4 --url http://127.0.0.1:{self.port}" if "bench-serve" in line else ""
             done = subprocess.run(line, shell=True, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, (line, done.stderr[-2000:])
+            assert '"error"' not in done.stdout, (line, done.stdout)
+            if '"save_state": true' in line:
+                self.state = json.loads(done.stdout)["choices"][0]["state"]
 
     def serve(self, line):
         server = subprocess.Popen(line.split(), cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL)
@@ -80,21 +84,21 @@ class Session:
         assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
-def run(page, folder, wanted):
+def run(page, folder):
     with ExitStack() as stack:
         session = Session(folder, stack)
         for block in blocks("sh", "bash", "python", page=page):
-            if ">>>" in block.text or not wanted(block.text):
+            if ">>>" in block.text or block.text.startswith("for gpu in"):
                 continue
             (session.run_python if block.language == "python" else session.shell)(block.text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernels", "checkpoint", "serve"])
-def test_a_start_runs_as_written(name, tmp_path):
-    for needed in ("pyrwkv_tokenizer", "fastapi", "openai"):
+@pytest.mark.parametrize("name", ["start/kernels", "start/checkpoint", "start/train", "start/serve", "server"])
+def test_a_page_runs_as_written(name, tmp_path):
+    for needed in ("pyrwkv_tokenizer", "fastapi", "openai", "anthropic", "transformers"):
         pytest.importorskip(needed)
-    run(DOCS / "start" / f"{name}.md", tmp_path, lambda text: True)
+    run(DOCS / f"{name}.md", tmp_path)
 
 
 def test_the_programs_for_several_devices_run_on_one_process(alone, tmp_path, monkeypatch):

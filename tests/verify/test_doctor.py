@@ -38,7 +38,7 @@ def test_the_summary_is_one_paragraph(found):
 
 def test_missing_packages_and_the_line_that_installs_them(monkeypatch):
     lines = [
-        "torch>=2", "small>=1; extra == 'one'", "penstock[one,two]; extra == 'all'", 'large[x]>=1; (os_name == "nt") and extra == "two"',
+        "torch>=2", "small>=1; extra == 'one'", "penstock-lm[one,two]; extra == 'all'", 'large[x]>=1; (os_name == "nt") and extra == "two"',
         "tool; extra == 'test'",
     ]  # fmt: skip
     monkeypatch.setattr(doctor, "requires", lambda name: lines)
@@ -49,8 +49,8 @@ def test_missing_packages_and_the_line_that_installs_them(monkeypatch):
 
 def test_the_name_of_the_distribution_is_that_of_the_project():
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'\nname = "{DISTRIBUTION}"\n' in project
-    assert set(re.findall(r'"([a-z]+)\[[a-z,]+\]"', project)) == {DISTRIBUTION}
+    assert f'\nname = "{DISTRIBUTION}"' in project
+    assert set(re.findall(r'"([a-z-]+)\[[a-z,]+\]"', project)) == {DISTRIBUTION}
 
 
 def test_text_and_json(monkeypatch, found):
