@@ -58,7 +58,7 @@ release: .venv-wheels/ready
 	.venv-wheels/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r release/requirements.txt -r release/checks.txt
 	touch $@
 
-# The documentation as a site in build/site. Its search needs a web server: python -m http.server -d build/site
+# The documentation as a site: open build/site/index.html. Search included, it needs no web server.
 site: $(VENV)/dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 

@@ -1,4 +1,4 @@
-"""MkDocs' hooks: pages from files outside of docs/, links to them, and examples with >>> as sessions of Python."""
+"""MkDocs' hooks: pages from files outside of docs/, links to them, examples with >>> as sessions of Python, the search without a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 from website.reference import command_page, fla_page
@@ -43,6 +44,13 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "reference/cli.md", content=command_page()))
     files.append(File.generated(config, "reference/fla.md", content=fla_page()))
     return files
+
+
+@event_priority(-100)
+def on_post_build(config: Any) -> None:
+    """Write the index of the search, which exists by now, as a script too: pages from file:// may load those only."""
+    folder = Path(config.site_dir) / "search"
+    (folder / "search_index.js").write_text(f"var __index = {(folder / 'search_index.json').read_text('utf-8')}", "utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

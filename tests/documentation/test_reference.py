@@ -47,6 +47,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert ":math:" not in text
     assert "penstock serve" in (tmp_path / "site/reference/cli.html").read_text("utf-8")
     assert "chunk_gla" in (tmp_path / "site/reference/fla.html").read_text("utf-8")
+    script, index = ((tmp_path / "site/search/search_index").with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".json"))
+    assert script.removeprefix("var __index = ") == index, "a page from file:// searches too"
+    assert '<script src="search.js">' in (tmp_path / "site/index.html").read_text("utf-8")
 
 
 DOCSTRING = """Adds.
