@@ -2,28 +2,16 @@
 
 from dataclasses import replace
 
-import contract
 import pytest
 import torch
 from deltas import Delta, oracle
-from emulated import gluon
+from hopper_deltas import A100, BUDGET, EMULATED, H200, forward, problem_of
 
-from penstock.delta.inputs import of_every_head
-from penstock.delta.operators import DELTA
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms import channels_sm90
-from penstock.gpu.hopper import without_gluon
-from penstock.gpu.target import Target
 
-pytestmark = [
-    pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
-]
-H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
-BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
-"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
-
+pytestmark = EMULATED
 OF = Delta("kda", B=1, H=1, T=150, K=128, V=128, dtype=torch.bfloat16, others=torch.float32)
 GATES = ("zero", "weak", "logsigmoid/16", "logsigmoid/0.1", "-exp(N(2,1))", "channels", "uneven", "spikes", "gone", "mixture")
 CASES = [
@@ -40,51 +28,16 @@ CASES = [
 ]
 
 
-def problem_of(case, drawn=None):
-    return of_every_head(contract.problem_of(case, case.tensors() if drawn is None else drawn))
-
-
-def run(problem, seed=0):
-    """The results of the emulated kernels."""
-    made = plan.chunk_forward_plan(problem, H200)
-    assert made.forms[0] == "kda_prepare_sm90"
-    tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
-    found = gluon.run(made, tensors, problem.sizes, seed)
-    return {name: found[name] for name in ("output", "final_state")}
+def test_is_the_form_of_calls_on_hopper():
+    assert plan.chunk_forward_plan(problem_of(OF), H200).forms[0] == "kda_prepare_sm90"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_the_oracle(case):
-    wanted = oracle(case)
-    for name, x in run(problem_of(case)).items():
-        off = float((x.double() - wanted[name].value).norm())
+    wanted, found = oracle(case), forward(channels_sm90.FORWARD, problem_of(case, repeated=True))
+    for name in ("output", "final_state"):
+        off = float((found[name].double() - wanted[name].value).norm())
         assert off <= BUDGET * wanted[name].size, (name, off / wanted[name].size)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("g", torch.inf), *((name, value) for name in ("q", "k", "v", "beta") for value in (torch.nan, torch.inf))],
-)
-def test_packed_neighbours_change_no_bit(name, value):
-    """A tile reaches past the end of its sequence."""
-    case = replace(OF, lengths=(70, 90))
-    drawn = case.tensors()
-    changed = drawn | {name: drawn[name].clone()}
-    changed[name][:, 70:] = -value if name == "g" else value
-    before, after = run(problem_of(case, drawn)), run(problem_of(case, changed))
-    assert torch.equal(before["output"][:, :70], after["output"][:, :70])
-    assert torch.equal(before["final_state"][0], after["final_state"][0])
-
-
-@pytest.mark.parametrize("cut", [1, 17, 37, 64, 90])
-def test_later_tokens_change_no_bit(cut):
-    """Outputs before a cut."""
-    case = replace(OF, T=130, gate="logsigmoid/16")
-    drawn, other = case.tensors(), replace(case, gate="spikes", v_factor=1e9).tensors()
-    changed = {name: x for name, x in drawn.items()}
-    for name in ("q", "k", "v", "g", "beta"):
-        changed[name] = torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1)
-    assert torch.equal(run(problem_of(case, drawn))["output"][:, :cut], run(problem_of(case, changed))["output"][:, :cut])
 
 
 @pytest.mark.parametrize(
@@ -100,4 +53,4 @@ def test_later_tokens_change_no_bit(cut):
     ids=str,
 )
 def test_reasons(case, target, reason):
-    assert reason in str(channels_sm90.FORWARD.refusal(Forward.of(problem_of(case), target)))
+    assert reason in str(channels_sm90.FORWARD.refusal(Forward.of(problem_of(case, repeated=True), target)))

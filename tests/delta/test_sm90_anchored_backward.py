@@ -8,19 +8,14 @@ import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
 from emulated import gluon
+from hopper_deltas import A100, BUDGET, EMULATED, H200, given
 from sampling import every, slow
 
 from penstock.delta import inputs
-from penstock.delta.operators import DELTA
 from penstock.delta.triton.calls import Backward
 from penstock.delta.triton.forms.anchored_backward_sm90 import BACKWARD
-from penstock.gpu.hopper import without_gluon
-from penstock.gpu.target import Target
 
-pytestmark = pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernel")
-H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
-BUDGET = torch.finfo(torch.bfloat16).eps
-"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
+pytestmark = EMULATED
 NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
 
 OF = Delta("rwkv7", B=1, H=1, T=70, K=64, V=64, dtype=torch.bfloat16, raw=True)
@@ -36,15 +31,15 @@ CASES = [
 
 def run(case, drawn=None, d_output=None, d_final=None, seed=0):
     """All gradients by the emulated kernels."""
-    given = upstream(case)
-    d_output, d_final = given[0] if d_output is None else d_output, given[1] if d_final is None else d_final
+    drawn_gradients = upstream(case)
+    d_output = drawn_gradients[0] if d_output is None else d_output
+    d_final = drawn_gradients[1] if d_final is None else d_final
     problem = contract.problem_of(case, case.tensors() if drawn is None else drawn)
     computed, pull = inputs.differentiable(problem, False)
     p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
     call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
     assert BACKWARD.refusal(call) is None
-    tensors = {name: p.q if x is None else x for name, x in zip(DELTA.names, p.tensors)}
-    found = gluon.run(BACKWARD.plan(call), tensors | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
+    found = gluon.run(BACKWARD.plan(call), given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
     found["draw"] = pull({"g": found["dg"]})["raw"]
     return {f"d{name}": found["d_" + name if name == "initial_state" else "d" + name] for name in NAMES}
 

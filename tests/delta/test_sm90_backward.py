@@ -2,31 +2,17 @@
 
 from dataclasses import replace
 
-import contract
 import pytest
 import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
-from emulated import gluon
+from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, assert_equal, backward, forward, problem_of
 
-from penstock.delta.inputs import of_every_head
-from penstock.delta.operators import DELTA
 from penstock.delta.triton.calls import Backward, Forward
-from penstock.delta.triton.forms import channels_backward_sm90, channels_sm90
-from penstock.gpu.hopper import without_gluon
-from penstock.gpu.target import Target
+from penstock.delta.triton.forms.channels_backward_sm90 import BACKWARD
+from penstock.delta.triton.forms.channels_sm90 import FORWARD, KEPT
 
-pytestmark = [
-    pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
-]
-H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
-BUDGET = 4 * torch.finfo(torch.bfloat16).eps / 4
-"""The allowed relative error: two operands of every product, what lies between two products, and the result are rounded."""
-FLOOR = 2.0**-90
-"""Where beta is 0 it is 2^-100."""
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
-
+pytestmark = EMULATED
 OF = Delta("kda", B=1, H=1, T=150, K=128, V=128, dtype=torch.bfloat16, others=torch.float32)
 GATES = ("zero", "weak", "logsigmoid/16", "logsigmoid/0.1", "-exp(N(2,1))", "channels", "uneven", "spikes", "gone", "mixture")
 CASES = [
@@ -42,35 +28,10 @@ CASES = [
 ]
 
 
-def problem_of(case, drawn=None):
-    return of_every_head(contract.problem_of(case, case.tensors() if drawn is None else drawn))
-
-
-def forward(problem, keep, seed=0):
-    """The memory of the emulated kernels of the forward pass."""
-    made = channels_sm90.FORWARD.plan(Forward.of(problem, H200, keep=keep))
-    return gluon.run(made, {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}, problem.sizes, seed)
-
-
-def run(problem, d_output, d_final, kept=(), seed=0):
-    """All gradients by the emulated kernels. ``kept``: residuals of the forward pass by name."""
-    call = Backward.of(problem, H200, d_output=d_output, d_final_state=d_final, kept=bool(kept))
-    assert channels_backward_sm90.BACKWARD.refusal(call) is None
-    made = channels_backward_sm90.BACKWARD.plan(call)
-    tensors = {name: problem.q if x is None else x for name, x in zip(DELTA.names, problem.tensors)}
-    tensors |= {"q": problem.q, "k": problem.k, "d_output": d_output}  # of every head
-    tensors |= {} if d_final is None else {"d_final_state": d_final}
-    tensors |= dict(kept)
-    found = gluon.run(made, tensors, problem.sizes, seed)
-    return {name: found["d_initial_state" if name == "initial_state" else "d" + name] for name in NAMES}
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_the_oracle(case):
     """The gradient of beta, a sum over all channels, may cancel: then twice the error of the rounded formula is allowed, too."""
-    problem, wanted = problem_of(case), oracle(case)
-    d_output, d_final = upstream(case)
-    found = run(problem, d_output, d_final)
+    wanted, found = oracle(case), backward(BACKWARD, problem_of(case, repeated=True), *upstream(case))
     R = case.H // (case.G or case.H)
     for name, x in found.items():
         if f"d{name}" not in wanted:
@@ -87,14 +48,12 @@ def test_equal_the_oracle(case):
 @pytest.mark.parametrize("case", [replace(OF, gate="mixture"), replace(OF, B=2, T=70, H=2, G=1), replace(OF, lengths=(130, 0, 3))], ids=str)
 def test_residuals(case):
     """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
-    problem, (d_output, d_final) = problem_of(case), upstream(case)
-    plain, found = forward(problem, keep=False), forward(problem, keep=True, seed=1)
+    problem, given = problem_of(case, repeated=True), upstream(case)
+    plain, found = forward(FORWARD, problem), forward(FORWARD, problem, keep=True, seed=1)
     for name in ("output", "final_state"):
         assert torch.equal(plain[name], found[name]), name
-    first = run(problem, d_output, d_final)
-    second = run(problem, d_output, d_final, {name: found[name] for name in channels_sm90.KEPT}, seed=1)
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
+    kept = {name: found[name] for name in KEPT}
+    assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, problem, *given, kept=kept, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -110,34 +69,8 @@ def test_residuals(case):
 )
 def test_what_is_kept(case, kept):
     """Residuals only where the backward pass takes them, and not of many short sequences."""
-    made = channels_sm90.FORWARD.plan(Forward.of(problem_of(case), H200, keep=True))
-    assert set(channels_sm90.KEPT) <= set(made.memory) if kept else "chunk_states" not in made.memory
-
-
-def test_without_a_gradient_of_the_final_state():
-    """The same bits as with zeros."""
-    problem = problem_of(replace(OF, T=70, gate="mixture"))
-    d_output, d_final = upstream(replace(OF, T=70))
-    first, second = run(problem, d_output, None), run(problem, d_output, torch.zeros_like(d_final), seed=1)
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "d_output", "g"])
-@pytest.mark.parametrize("value", [torch.inf, 6e4])
-def test_packed_neighbours_change_no_bit(name, value):
-    """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
-    case = replace(OF, lengths=(70, 90, 70))
-    drawn, (d_output, d_final) = case.tensors(), upstream(case)
-    changed = drawn | {"d_output": d_output}
-    changed[name] = changed[name].clone()
-    for part in (slice(0, 70), slice(160, None)):
-        changed[name][:, part] = -value if name == "g" else value
-    before = run(problem_of(case, drawn), d_output, d_final)
-    after = run(problem_of(case, {n: x for n, x in changed.items() if n != "d_output"}), changed["d_output"], d_final)
-    for n, x in before.items():
-        of = (1,) if n == "initial_state" else (slice(None), slice(70, 160))
-        assert torch.equal(x[of], after[n][of]), n
+    made = FORWARD.plan(Forward.of(problem_of(case, repeated=True), H200, keep=True))
+    assert set(KEPT) <= set(made.memory) if kept else "chunk_states" not in made.memory
 
 
 @pytest.mark.parametrize(
@@ -154,12 +87,5 @@ def test_packed_neighbours_change_no_bit(name, value):
 )
 def test_reasons(case, target, reason):
     d_output, d_final = upstream(case)
-    call = Backward.of(problem_of(case), target, d_output=d_output, d_final_state=d_final)
-    assert reason in str(channels_backward_sm90.BACKWARD.refusal(call))
-
-
-def test_refuses_gradients_that_are_not_tiles():
-    d_output, d_final = upstream(replace(OF, H=2))
-    spread = torch.stack([d_output, d_output], 3)[:, :, :, 0]
-    call = Backward.of(problem_of(replace(OF, H=2)), H200, d_output=spread, d_final_state=d_final)
-    assert "d_output must be" in str(channels_backward_sm90.BACKWARD.refusal(call))
+    call = Backward.of(problem_of(case, repeated=True), target, d_output=d_output, d_final_state=d_final)
+    assert reason in str(BACKWARD.refusal(call))

@@ -1,0 +1,103 @@
+"""What every form in Gluon of the delta rule for Hopper keeps, emulated on the CPU: bits depend on no other tokens and sequences."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import upstream
+from deltas import Delta
+from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, problem_of
+
+from penstock.delta.triton.calls import Backward
+from penstock.delta.triton.forms import channels_backward_sm90, channels_sm90, scalar_backward_sm90, scalar_sm90
+
+pytestmark = EMULATED
+
+
+class Forms(NamedTuple):
+    """Those of both passes, a case for them, and whether heads of q and k are repeated before."""
+
+    case: Delta
+    forward: Any
+    backward: Any
+    repeated: bool
+
+    def problem(self, case, drawn=None):
+        return problem_of(case, drawn, repeated=self.repeated)
+
+
+SIZES = {"B": 1, "H": 1, "T": 150, "K": 128, "V": 128, "dtype": torch.bfloat16, "others": torch.float32}
+FORMS = {
+    "kda": Forms(Delta("kda", **SIZES), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
+    "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=list(FORMS))
+def forms(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("g", torch.inf), *((name, value) for name in ("q", "k", "v", "beta") for value in (torch.nan, torch.inf))],
+)
+def test_packed_neighbours_change_no_bit(forms, name, value):
+    """A tile reaches past the end of its sequence."""
+    case = replace(forms.case, lengths=(70, 90))
+    drawn = case.tensors()
+    changed = drawn | {name: drawn[name].clone()}
+    changed[name][:, 70:] = -value if name == "g" else value
+    before, after = (forward(forms.forward, forms.problem(case, x)) for x in (drawn, changed))
+    assert torch.equal(before["output"][:, :70], after["output"][:, :70])
+    assert torch.equal(before["final_state"][0], after["final_state"][0])
+
+
+@pytest.mark.parametrize("cut", [1, 17, 37, 64, 90])
+def test_later_tokens_change_no_bit(forms, cut):
+    """Outputs before a cut."""
+    case = replace(forms.case, T=130, gate="logsigmoid/16")
+    drawn, other = case.tensors(), replace(case, gate="spikes", v_factor=1e9).tensors()
+    changed = dict(drawn)
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name] = torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1)
+    before, after = (forward(forms.forward, forms.problem(case, x))["output"] for x in (drawn, changed))
+    assert torch.equal(before[:, :cut], after[:, :cut])
+
+
+def test_without_a_gradient_of_the_final_state(forms):
+    """The same bits as with zeros."""
+    problem = forms.problem(replace(forms.case, T=70, gate="mixture"))
+    d_output, d_final = upstream(replace(forms.case, T=70))
+    first, second = (
+        backward(forms.backward, problem, d_output, None),
+        backward(forms.backward, problem, d_output, torch.zeros_like(d_final), seed=1),
+    )
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "d_output", "g"])
+@pytest.mark.parametrize("value", [torch.inf, 6e4])
+def test_packed_neighbours_change_no_bit_of_gradients(forms, name, value):
+    """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
+    case = replace(forms.case, lengths=(70, 90, 70))
+    drawn, (d_output, d_final) = case.tensors(), upstream(case)
+    changed = drawn | {"d_output": d_output}
+    changed[name] = changed[name].clone()
+    for part in (slice(0, 70), slice(160, None)):
+        changed[name][:, part] = -value if name == "g" else value
+    before = backward(forms.backward, forms.problem(case, drawn), d_output, d_final)
+    d_changed = changed.pop("d_output")
+    after = backward(forms.backward, forms.problem(case, changed), d_changed, d_final)
+    for n, x in before.items():
+        of = (1,) if n == "initial_state" else (slice(None), slice(70, 160))
+        assert torch.equal(x[of], after[n][of]), n
+
+
+def test_refuses_gradients_that_are_not_tiles(forms):
+    case = replace(forms.case, H=2)
+    d_output, d_final = upstream(case)
+    spread = torch.stack([d_output, d_output], 3)[:, :, :, 0]
+    call = Backward.of(forms.problem(case), H200, d_output=spread, d_final_state=d_final)
+    assert "d_output must be" in str(forms.backward.refusal(call))
