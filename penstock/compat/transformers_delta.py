@@ -16,64 +16,37 @@ from ..delta.functional import gated_delta_rule, kda
 States = tuple[Tensor, Tensor | None]
 
 
-def _torch_chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
-) -> States:
-    """Query and key [B,T,G,K], value [B,T,H,V], g and beta [B,T,H], states [B,H,K,V]; chunk_size is theirs."""
-    return _run(gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+def _replacements(function: Callable[..., States]) -> tuple[Callable[..., States], Callable[..., States]]:
+    """For prompts and decode steps: query and key [B,T,G,K], value [B,T,H,V], beta [B,T,H], g [B,T,H] or [B,T,H,K], states [B,H,K,V]."""
 
+    def chunk(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,  # theirs
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> States:
+        return _run(function, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
 
-def _torch_recurrent_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
-) -> States:
-    return _run(gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+    def recurrent(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> States:
+        return _run(function, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
 
-
-def _chunk_kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
-) -> States:
-    """As for the gated delta rule, with g [B,T,H,K]."""
-    return _run(kda, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
-
-
-def _recurrent_kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
-) -> States:
-    return _run(kda, (query, key, value, g, beta), initial_state, output_final_state, use_qk_l2norm_in_kernel, others)
+    return chunk, recurrent
 
 
 def _run(
@@ -89,9 +62,8 @@ def _run(
     return output, final
 
 
-REPLACED: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _torch_chunk_gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": _torch_recurrent_gated_delta_rule,
-    "chunk_kimi_delta_attention": _chunk_kimi_delta_attention,
-    "recurrent_kimi_delta_attention": _recurrent_kimi_delta_attention,
+NAMES = {
+    ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"): gated_delta_rule,
+    ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"): kda,
 }
+REPLACED = {name: one for names, function in NAMES.items() for name, one in zip(names, _replacements(function))}
