@@ -68,8 +68,8 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
         o, final = _attend(problem, q[row, begin:end], k[row, begin:end], v[row, begin:end], g[row, begin:end], u, S[n])
         outputs.append(o)
         finals.append(final)
-    output = (torch.cat(outputs)[None] if packed else torch.stack(outputs)) if outputs else torch.zeros_like(v)
-    return problem.back_in_time(output.to(problem.v.dtype), torch.stack(finals) if finals else S)
+    output = (torch.cat([o[None] for o in outputs], 1) if packed else torch.stack(outputs)) if outputs else torch.zeros_like(v)
+    return problem.back_in_time(output.to(problem.v.dtype), torch.stack(finals) if finals else S.clone())
 
 
 IMPLEMENTATION = Implementation(

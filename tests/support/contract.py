@@ -59,7 +59,10 @@ def run(case: Case, tensors: Tensors, upstream: tuple[Tensor, ...], impl: str) -
     leaves = {name: tensors[name].detach().requires_grad_() for name in given}
     results = case.call(tensors | leaves, impl)
     grads = torch.autograd.grad(results, tuple(leaves.values()), upstream)
-    return {name: x.detach() for name, x in zip(names, results)} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
+    found = [x.detach().clone() for x in results]
+    for x in results:
+        x.zero_()  # a caller may change results in place: autograd refuses that for views
+    return dict(zip(names, found)) | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
 def check_contract(case: Case, impl: str, device: str = "cpu") -> None:
