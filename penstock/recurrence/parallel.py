@@ -68,8 +68,10 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
         o, final = _attend(problem, q[row, begin:end], k[row, begin:end], v[row, begin:end], g[row, begin:end], u, S[n])
         outputs.append(o)
         finals.append(final)
-    output = (torch.cat([o[None] for o in outputs], 1) if packed else torch.stack(outputs)) if outputs else torch.zeros_like(v)
-    return problem.back_in_time(output.to(problem.v.dtype), torch.stack(finals) if finals else S.clone())
+    if not outputs:
+        return torch.zeros_like(problem.v), S.clone()
+    output = torch.cat([o[None] for o in outputs], int(packed))  # not torch.stack: a view for lazy tensors
+    return problem.back_in_time(output.to(problem.v.dtype), torch.cat([x[None] for x in finals]))
 
 
 IMPLEMENTATION = Implementation(
