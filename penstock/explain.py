@@ -99,6 +99,8 @@ def _family(caller: str, function: object, other: str = "") -> Registered:
     known = functions()
     if not isinstance(function, str) or function not in known:
         complaints = Complaints(caller)
-        complaints.add(RangeError, "function", f"one of {', '.join(known)}{other}", shortened(function))
+        name = getattr(function, "__name__", None)
+        remedy = f"Pass its name, {name!r}." if name in known else ""
+        complaints.add(RangeError, "function", f"one of {', '.join(known)}{other}", shortened(function), remedy)
         complaints.raise_any()
     return known[function]  # type: ignore[index]

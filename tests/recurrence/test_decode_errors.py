@@ -129,6 +129,12 @@ def test_unknown_variants(variant):
         ps.explain(variant)
 
 
+@pytest.mark.parametrize("ask", [ps.explain, ps.implementations])
+def test_functions_are_named(ask):
+    with pytest.raises(ps.RangeError, match=r"got <function gla .*>\. Pass its name, 'gla'\."):
+        ask(ps.gla)
+
+
 def test_named_implementations():
     rejected(ps.RangeError, good("gla"), "decode_step('gla'): impl must be one of auto", impl="fast")
     double = {name: x.double() for name, x in good("gla").items() if name in "qkvg"}
