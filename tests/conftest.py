@@ -75,6 +75,16 @@ def kernels_on_a_cpu(monkeypatch):
 
 
 @pytest.fixture
+def no_native_kernels(monkeypatch):
+    """Chains find no native kernels: others compute in their place."""
+    from penstock.layers import cpu
+    from penstock.layers.cpu import linear
+
+    monkeypatch.setattr(cpu, "unavailable", lambda *functions: "the native library is turned off")
+    monkeypatch.setattr(linear, "AVAILABLE", False)
+
+
+@pytest.fixture
 def ran(kernels_on_a_cpu):
     """A function that counts the forms of chains that ran by kernels, which take tensors on a CPU."""
     from penstock.layers.chains import Choice, recorded

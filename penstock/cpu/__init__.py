@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,10 @@ def run(name: str, call: Any, work: int) -> None:
     watched = private.profiling()  # on the fast path, no torch operator shows this call in a profile; a range costs 17 us
     region = openmp.parallel()
     assert region is not None  # else the library is unavailable
-    with record_function(f"penstock::cpu_{name}") if watched else nullcontext():
+    if watched:
+        with record_function(f"penstock::cpu_{name}"):
+            region(_function(name), ctypes.byref(call), threads)
+    else:
         region(_function(name), ctypes.byref(call), threads)
     if call.out_of_memory:
         raise PenstockError(f"cpu: no memory left for the scratch of the {name} pass. Use shorter sequences, or fewer threads.")

@@ -141,8 +141,10 @@ class Runner:
         tokens, offsets, slots = (to_device(one, self.device) for one in (ids, ends, rows))
         if max(sources) >= 0:
             tokens = with_sampled(tokens, to_device(sources, self.device), self.last)
+        single = last_only and not (pieces or self.block)  # single tokens have kernels of decode steps
+        shaped = (tokens[:, None], None) if single else (tokens[None], offsets)
         with self._chosen(Batch(ids, sources, ends, rows, adapters), last_only):
-            logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
+            logits = self.model.advance(shaped[0], self.pool.state, cu_seqlens=shaped[1], slots=slots, last_only=last_only)
         return logits if last_only else logits[0]
 
     def _chosen(self, batch: Batch, last_only: bool) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from ..call.dispatch import Explanation
 from ..call.implementation import Listed
 from ..call.operator import explain
+from . import cpu
 from .examples import Example
 from .triton import absent
 
@@ -82,6 +84,13 @@ def plain(
 ) -> ChainForm[C, R]:  # fmt: skip
     """A form without Triton kernels of its own, which compiled graphs ask, too."""
     return ChainForm(name, run, refuses, no_kernels, examples, absent, compiles=True)
+
+
+def native(
+    name: str, function: str, run: Callable[[C], R | None], refuses: Callable[[C], str | None], examples: tuple[Example, ...]
+) -> ChainForm[C, R]:  # fmt: skip
+    """A form by a function of the native library of a CPU. Compiled graphs do not ask it: they cannot trace its call."""
+    return ChainForm(name, run, refuses, no_kernels, examples, partial(cpu.absent, function))
 
 
 class Chain(Generic[C, R]):

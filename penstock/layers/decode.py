@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from ..call import private
 from . import decode_examples
 from .as_written import altered
-from .chains import Chain, ChainForm, plain
+from .chains import Chain, ChainForm, native, plain
+from .cpu import decode as natively
+from .cpu import refusal as refusal_of_native
+from .cpu.linear import ROWS, Product, products, refuses_rows
 from .decode_examples import OneRow, ShiftedNorm, Step
 from .fused import NormParts, norm_of
 from .linear import called, plain_weights
 from .modes import mode, ready, refuses_graph
+from .token_shift import Shifted
 from .triton import absent, launching, refusal
 
 if TYPE_CHECKING:
@@ -45,13 +49,34 @@ def refuses_step(sequences: Sequences) -> str | None:
     return refuses_graph(mode()) or refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
 
 
+def refuses_native_step(function: str, tensors: Sequence[Tensor | None], pool: Tensor, sequences: Sequences) -> str | None:
+    """Why a native kernel does not compute a decode step of these tensors, the pool aside, or None."""
+    if (
+        why := refusal_of_native(
+            function,
+            (
+                *tensors,
+                pool,
+            ),
+        )
+    ) is not None:
+        return why
+    if (why := refuses_update(sequences)) is not None:
+        return why
+    if not sequences.single:
+        return "it takes one token per sequence"
+    if mode().alike:
+        return "the call is inside rows_alike"
+    return None if pool.shape[0] else "the pool has no rows"
+
+
 def shifted_norm(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
     kept: bool = False,
 ) -> Any:  # fmt: skip
     """``add_norm`` and ``token_shift`` for updates in place in one kernel, which writes the last tokens to the pool of shift states.
 
-    Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: also return the norm and the previous
+    Returns a ``Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: also return the norm and the previous
     tokens.
     """
     return SHIFTED_NORM(ShiftedNorm(x, y, norm, pool, sequences, factors, complement, kept))
@@ -87,8 +112,31 @@ def _shifted_norm(c: ShiftedNorm) -> Any:
     spans = None if sequences.single else (sequences.starts, sequences.bounds)
     options = {"centre": parts.centre, "complement": c.complement, "kept": c.kept, "early": early}
     found = launch.shifted_norm(*flat, parts.weight, parts.bias, parts.eps, c.pool, slots, mu, spans, **options)
-    whole = [one.view(x.shape) for one in found[:3]]
-    return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
+    total, normed, before = (one.view(x.shape) for one in found[:3])
+    return Shifted(total, normed, before, tuple(one.view(x.shape) for one in found.mixed))
+
+
+def _refuses_shifted_norm_natively(c: ShiftedNorm) -> str | None:
+    x, y = c.x, c.y
+    if not x.is_cpu:
+        return "its tensors are not on a CPU"
+    if isinstance(parts := norm_of(c.norm, c.sequences.halvings), str):
+        return f"the norm {parts}"
+    if (why := refuses_native_step("shifted_norm", (x, y, parts.weight, parts.bias, *c.factors), c.pool, c.sequences)) is not None:
+        return why
+    return natively.refuses_shift(x, y, [one for one in parts[:2] if one is not None], c.pool, c.factors)
+
+
+def _shifted_norm_natively(c: ShiftedNorm) -> Any:
+    parts, y = norm_of(c.norm, c.sequences.halvings), c.y
+    assert not isinstance(parts, str)
+    weight, bias, eps, centre = parts
+    mu = [one.contiguous() for one in c.factors]
+    options = {"centre": centre, "complement": c.complement, "kept": c.kept}
+    x = c.x.contiguous()
+    return Shifted(
+        *natively.shifted_norm(x, None if y is None else y.contiguous(), weight, bias, eps, c.pool, c.sequences.places, mu, **options)
+    )  # fmt: skip
 
 
 def _nothing(call: Any) -> Any:
@@ -99,6 +147,9 @@ def _nothing(call: Any) -> Any:
 PARTS: ChainForm[Any, Any] = plain("parts", _nothing)
 SHIFTED_NORM: Chain[ShiftedNorm, Any] = Chain(
     "shifted_norm",
+    native(
+        "native", "shifted_norm", _shifted_norm_natively, _refuses_shifted_norm_natively, decode_examples.SINGLE_SHIFTED_NORM
+    ),
     ChainForm(
         "shifted_norm", _shifted_norm, _refuses_shifted_norm, lambda c: ("penstock_shifted_norm",), decode_examples.SHIFTED_NORM
     ),
@@ -300,8 +351,39 @@ def _rwkv_step(c: Step) -> Tensor:
     return found.view(c.v.shape)
 
 
+def _refuses_rwkv_step_natively(c: Step) -> str | None:
+    if not c.r.is_cpu:
+        return "its tensors are not on a CPU"
+    norm, (low, up) = c.norm, c.low_rank or (None, None)
+    if (why := altered(norm, nn.GroupNorm)) is not None:
+        return f"the norm {why}"
+    if norm.weight is None or norm.bias is None:
+        return "the norm has no weight or bias"
+    tokens = [x for x in (c.r, c.k, c.v, c.gate, low, up) if x is not None]
+    learned = [norm.weight, norm.bias]
+    if (why := refuses_native_step("rwkv_step", (*tokens, *learned, c.u, c.bias), c.pool, c.sequences)) is not None:
+        return why
+    if c.lasts is not None:
+        return "it replaces no rows of shift states"
+    if low is not None and up is not None and not (up.is_contiguous() and refuses_rows(low, [up]) is None):
+        return f"it takes fewer than {ROWS} tokens, and contiguous weights"
+    return natively.refuses_step(c.r, c.k, c.v, c.gate, c.low_rank, learned, c.pool)
+
+
+def _rwkv_step_natively(c: Step) -> Tensor:
+    (H, K), norm, low = c.pool.shape[1:3], c.norm, None
+    if c.low_rank is not None:
+        hidden, up = c.low_rank
+        (low,) = products([Product(hidden, up, "tanh", transposed=True)])
+    r, k, v, gate = (one.contiguous() for one in (c.r, c.k, c.v, c.gate))
+    u, bias = c.u.expand(H, K), c.bias.view(H, -1).expand(H, K)
+    weight, shift = norm.weight.contiguous(), norm.bias.contiguous()
+    return natively.rwkv_step(r, k, v, gate, u, bias, low, c.pool, c.sequences.places, weight, shift, norm.eps)
+
+
 RWKV_STEP: Chain[Step, Tensor | None] = Chain(
     "rwkv_step",
+    native("native", "rwkv_step", _rwkv_step_natively, _refuses_rwkv_step_natively, decode_examples.EAGER_RWKV_STEP),
     ChainForm("rwkv_step", _rwkv_step, _refuses_rwkv_step, lambda c: ("penstock_rwkv_step",), decode_examples.RWKV_STEP),
     PARTS,
     formula=decode_examples.rwkv_step,

@@ -167,8 +167,13 @@ SHIFTED_NORM = (
     *examples(_draw_shifted_norm, gradients=False),
     *examples(partial(_draw_shifted_norm, single=True, centre=False), gradients=False, within=in_graph),
 )
+SINGLE_SHIFTED_NORM = (
+    *examples(partial(_draw_shifted_norm, single=True), gradients=False),
+    *examples(partial(_draw_shifted_norm, single=True, centre=False), gradients=False),
+)
 LOW_RANK_MAPS = examples(_draw_low_rank_maps, *HALF, gradients=False, within=in_graph)
 CHANNEL_MIX = examples(_draw_channel_mix, *HALF, gradients=False, within=in_graph)
+EAGER_RWKV_STEP = (*examples(_draw_step, gradients=False), *examples(partial(_draw_step, low_rank=False), gradients=False))
 RWKV_STEP = (
     *examples(_draw_step, gradients=False, within=in_graph),
     *examples(partial(_draw_step, low_rank=False), gradients=False, within=in_graph),

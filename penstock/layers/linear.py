@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 from ..call import private, recompute
 from ..call.autocast import autocasting, cast
-from ..cpu import unavailable
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
+from .chains import native as native_form
+from .cpu import absent
 from .cpu import linear as native
+from .cpu import refusal as refusal_of_native
 from .examples import HALF, Draw, examples
 from .modes import MODE, PLAIN, Mode, in_graph, mode, refuses_graph, rows_alike, zeros
 from .quantization import Kind
@@ -132,15 +134,8 @@ def _refuses_native(c: _Linear) -> str | None:
     if c.why is not None:
         return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
-        return _not_native(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
+        return absent("products", c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
     return why
-
-
-def _not_native(device: torch.device) -> str | None:
-    """Why a device has no native kernel, or None."""
-    if device.type != "cpu":
-        return f"its tensors are on {device.type}, it works on a CPU"
-    return None if native.AVAILABLE else unavailable("product")
 
 
 def _by_native(c: _Linear) -> Tensor:
@@ -192,7 +187,8 @@ LINEAR: Chain[_Linear, Tensor] = Chain(
     "linear",
     plain(
         "native", _by_native, _refuses_native,
-        (*examples(_draw, gradients=False), *examples(partial(_draw, rows=70), gradients=False, within=rows_alike)), _not_native,
+        (*examples(_draw, gradients=False), *examples(partial(_draw, rows=70), gradients=False, within=rows_alike)),
+        partial(absent, "products"),
     ),
     ChainForm(
         "products", lambda c: c.added(products(_as_linears(c))[0]), _refuses_products_of, lambda c: products_kernels(_as_linears(c)),
@@ -222,8 +218,9 @@ def called(one: Any) -> str | None:
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
     """The weights of linear maps, or None if one must be ``called``."""
-    if any(called(one) is not None for one in maps):
-        return None
+    for one in maps:
+        if not isinstance(one, Tensor) and called(one) is not None:
+            return None
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
 
 
@@ -238,7 +235,9 @@ def map_after(then: Any) -> tuple[Tensor | None, str | None]:
 def linears(
     inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False
 ) -> list[Tensor] | None:
-    """Linear maps, or weights, in one kernel on a GPU: for few tokens in a graph; inside ``rows_alike`` on Hopper, for any number.
+    """Linear maps, or weights, in one kernel: for few tokens on a CPU, or on a GPU in a graph.
+
+    Inside ``rows_alike``, for any number of tokens on a CPU and on Hopper.
 
     None if no kernel takes the call. With ``relu_squared``, the first result y becomes relu(y)^2; with ``gate``, y sigmoid(gate).
     """
@@ -252,6 +251,30 @@ class Linears(NamedTuple):
     maps: tuple[Tensor | nn.Module, ...]
     gate: Tensor | None = None
     relu_squared: bool = False
+
+
+def refuses_natively(c: Linears) -> str | None:
+    """Why one native kernel does not compute these linear maps, or None."""
+    if not c.inputs[0].is_cpu:
+        return "its tensors are not on a CPU"
+    if (weights := plain_weights(c.maps)) is None:
+        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+    if (why := refusal_of_native("products", (*c.inputs, *weights, c.gate), alike=True)) is not None:
+        return why
+    x = c.inputs[0]
+    shape, inner = x.shape, x.shape[-1:]
+    if any(one.shape != shape for one in c.inputs) or any(one.shape[1:] != inner for one in weights):
+        return "all inputs must have one shape, which fits the weights"
+    if c.gate is not None and c.gate.shape != (*shape[:-1], weights[0].shape[0]):
+        return "the gate must have the shape of the result"
+    return native.refuses_rows(x, weights)
+
+
+def products_natively(c: Linears) -> list[Tensor]:
+    """Linear maps in one call of the native kernel."""
+    given = [native.Product(x, one if isinstance(one, Tensor) else one.weight) for x, one in zip(c.inputs, c.maps)]  # type: ignore[arg-type]
+    given[0] = given[0]._replace(gate=c.gate, relu_squared=c.relu_squared)
+    return native.products(given)
 
 
 def refuses_products(c: Linears) -> str | None:
@@ -335,16 +358,23 @@ def drawn_map(draw: Draw, name: str, outputs: int, inputs: int, kind: Kind | Non
     return QuantizedLinear(drawn(draw, name, outputs, inputs, kind), inputs, draw.dtype)
 
 
-def _draw_transposed(draw: Draw) -> Linears:
+def _draw_transposed(draw: Draw, rows: int = 3) -> Linears:
     """Maps of RWKV-7: three, and the first halves of four low-rank maps, whose weights are transposed."""
     K, ranks = draw.size(40, 2048), (draw.size(8, 96), draw.size(24, 96), draw.size(16, 256), draw.size(8, 64))
     maps = [draw.module(f"map {n}", Linear(K, K, bias=False), 0.2) for n in range(3)]
     downs = [draw.learned(f"down {n}", K, M, scale=0.2).T for n, M in enumerate(ranks)]
-    return Linears(tuple(draw(f"x {n}", 1, 3, K) for n in range(7)), (*maps, *downs))
+    return Linears(tuple(draw(f"x {n}", 1, rows, K) for n in range(7)), (*maps, *downs))
 
 
 LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
     "linears",
+    native_form(
+        "native", "products", products_natively, refuses_natively,
+        (
+            *examples(_draw_linears, gradients=False), *examples(partial(_draw_linears, gated=True), gradients=False),
+            *examples(_draw_transposed, gradients=False), *examples(partial(_draw_transposed, rows=70), gradients=False, within=rows_alike),
+        ),
+    ),
     ChainForm(
         "products", products, refuses_products, products_kernels,
         (

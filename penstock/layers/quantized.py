@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
-from ..cpu import unavailable
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
+from .cpu import absent
 from .cpu import linear as native
 from .examples import EVERY, HALF, Draw, Example, examples
 from .modes import Mode, in_graph, mode, rows_alike
@@ -106,18 +106,11 @@ def _refuses(c: _Call) -> str | None:
 
 
 def _refuses_native(c: _Call) -> str | None:
-    if (why := _not_native(c.x.device) or _refuses(c)) is not None:
+    if (why := absent("products", c.x.device) or _refuses(c)) is not None:
         return why
     if native.takes_quantized(c.x, c.weight, c.where.alike):
         return None
     return f"it takes fewer than {native.ROWS} rows of float32, bfloat16 or float16"
-
-
-def _not_native(device: torch.device) -> str | None:
-    """Why a device has no native kernel, or None."""
-    if device.type != "cpu":
-        return f"its tensors are on {device.type}, it works on a CPU"
-    return None if native.AVAILABLE else unavailable("product")
 
 
 def _by_native(c: _Call) -> Tensor:
@@ -191,7 +184,7 @@ def of_kinds(draw: Any, *dtypes: torch.dtype, **options: Any) -> tuple[Example, 
 _MANY = partial(_draw, rows=70)
 QUANTIZED_LINEAR: Chain[_Call, Tensor] = Chain(
     "quantized_linear",
-    plain("native", _by_native, _refuses_native, (*of_kinds(_draw), *of_kinds(_MANY, within=rows_alike)), _not_native),
+    plain("native", _by_native, _refuses_native, (*of_kinds(_draw), *of_kinds(_MANY, within=rows_alike)), partial(absent, "products")),
     ChainForm(
         "products", _products, _refuses_products, lambda c: ("penstock_quantized_products",),
         (*of_kinds(_draw, *HALF, within=in_graph), *of_kinds(partial(_draw, rows=1), *HALF), *of_kinds(_MANY, *HALF, within=rows_alike)),

@@ -221,7 +221,7 @@ class RWKV7TimeMix(TunedMixer):
             LowRankMap(x_g, self.g1, self.g2, "sigmoid"),
             *([LowRankMap(x_v, self.v1, self.v2)] if mixes else []),
         ]
-        if mode() != PLAIN and plain_weights(maps) is not None:  # all maps of x in one launch
+        if (x_r.is_cpu or mode() != PLAIN) and plain_weights(maps) is not None:  # all maps of x in one launch or call
             weights: list[Tensor | nn.Module] = [*maps, *(one.down.T for one in low)]
             if (found := linears([x_r, x_k, x_v, *(one.x for one in low)], weights)) and (parts := low_rank_maps(*low, hidden=found[3:])):
                 return Projected(found[0], parts[0], *found[1:3], *parts[1:])

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import private
-from ..cpu import unavailable
 from ..tokens.dtypes import state_dtype
 from .activations import sigmoid, tanh
 from .as_written import altered
-from .chains import Chain, ChainForm, plain
+from .chains import Chain, ChainForm
+from .chains import native as native_form
+from .cpu import refusal as refusal_of_native
 from .cpu import rwkv7 as native
-from .decode import PARTS, refuses_step, refuses_update
+from .cpu.linear import Product, products, refuses_rows
+from .decode import PARTS, refuses_native_step, refuses_step
 from .examples import HALF, Draw, examples
 from .linear import linear
 from .modes import in_graph, mode, ready, refuses_graph, rows_alike
@@ -52,7 +53,7 @@ def low_rank_map(one: LowRankMap, hidden: Tensor | None = None) -> Tensor:
 
 
 def low_rank_maps(*maps: LowRankMap, hidden: Sequence[Tensor] = ()) -> list[Tensor] | None:
-    """Low-rank maps of few tokens in a graph: [B,T,N] of each. In two launches, or one if all ``hidden`` x down are known."""
+    """Low-rank maps of few tokens, on a CPU or in a graph: [B,T,N] of each. In two launches, or one if all ``hidden`` x down are known."""
     return RWKV7_LOW_RANK(_Maps(maps, tuple(hidden)))
 
 
@@ -84,6 +85,26 @@ def _refuses_maps(c: _Maps) -> str | None:
     return None if all(one.numel() and one.is_contiguous() for one in weights) else "weights must be contiguous"
 
 
+def _refuses_maps_natively(c: _Maps) -> str | None:
+    x = c.maps[0].x
+    if not x.is_cpu:
+        return "its tensors are not on a CPU"
+    tensors = [*c.hidden, *(one.x for one in c.maps), *(one.down for one in c.maps), *(one.up for one in c.maps)]
+    if (why := refusal_of_native("products", tensors, alike=True)) is not None:
+        return why
+    weights = [one for each in c.maps for one in each[1:3]]
+    if any(one.x.shape != x.shape or one.down.shape != (x.shape[-1], len(one.up)) for one in c.maps) or any(
+        low.shape != (*x.shape[:-1], len(one.up)) for low, one in zip(c.hidden, c.maps)
+    ):
+        return "sizes differ"
+    return refuses_rows(x, weights) if all(one.is_contiguous() for one in weights) else "weights must be contiguous"
+
+
+def _maps_natively(c: _Maps) -> list[Tensor]:
+    hidden = c.hidden or products([Product(one.x, one.down, transposed=True) for one in c.maps])
+    return products([Product(low, one.up, one.activation, transposed=True) for low, one in zip(hidden, c.maps)])
+
+
 def _by_kernels(c: _Maps) -> list[Tensor]:
     x, downs, ups, kinds = zip(*c.maps)
     rows, launch = [one.reshape(-1, one.shape[-1]).contiguous() for one in c.hidden or x], launching("rwkv7_step_launch")
@@ -105,6 +126,10 @@ def _draw_maps(draw: Draw, known: bool = False) -> _Maps:
 
 RWKV7_LOW_RANK: Chain[_Maps, list[Tensor] | None] = Chain(
     "rwkv7_low_rank",
+    native_form(
+        "native", "products", _maps_natively, _refuses_maps_natively,
+        (*examples(_draw_maps, gradients=False), *examples(partial(_draw_maps, known=True), gradients=False)),
+    ),
     ChainForm(
         "low_rank_products", _by_kernels, _refuses_maps, lambda c: ("penstock_low_rank_products",),
         (
@@ -122,7 +147,9 @@ def rwkv7_step(
     r: Tensor, k: Tensor, w: Tensor, rate: Tensor, learned: Learned, v: Tensor | Mixed, gate: Tensor, norm: nn.GroupNorm, pool: Tensor,
     sequences: Sequences,
 ) -> Tensor | None:  # fmt: skip
-    """A decode step as one kernel, on a GPU in a graph: ``recurrence_inputs``, the recurrence in place, and ``norm_gate`` of its output.
+    """A decode step as one kernel: ``recurrence_inputs``, the recurrence in place, and ``norm_gate`` of its output.
+
+    On a CPU, or on a GPU in a graph.
 
     pool : Tensor [P,H,N,N]
         The states; row ``slots[n]`` is updated in place.
@@ -176,39 +203,25 @@ def _by_kernel(c: Step) -> Tensor:
 
 
 def _refuses_native(c: Step) -> str | None:
-    if torch.compiler.is_compiling():
-        return "graphs cannot trace its call"
-    if (why := _not_native(c.gate.device) or refuses_update(c.sequences)) is not None:
-        return why
-    if not c.sequences.single:
-        return "it takes one token per sequence"
-    if mode().alike:
-        return "the call is inside rows_alike"
+    if not c.gate.is_cpu:
+        return "its tensors are not on a CPU"
     if (why := altered(c.norm, nn.GroupNorm)) is not None:
         return f"the norm {why}"
     if c.norm.weight is None or c.norm.bias is None:
         return "the norm has no weight or bias"
     tokens, learned = [*c.inputs.tokens, c.values, c.gate], [*c.inputs.parameters, c.norm.weight, c.norm.bias]
+    if (why := refuses_native_step("rwkv7_step", (*tokens, *learned), c.pool, c.sequences)) is not None:
+        return why
     if not native.takes(tokens, learned, c.pool):
         return "it takes contiguous tokens and weights, each of one dtype, not float64"
-    if not private.fast((*tokens, *learned, c.pool, c.sequences.slots)):
-        return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
-    return None if c.pool.shape[0] else "the pool has no rows"
-
-
-def _not_native(device: torch.device) -> str | None:
-    """Why a device has no native kernel, or None."""
-    if device.type != "cpu":
-        return f"its tensors are on {device.type}, it works on a CPU"
-    return None if native.AVAILABLE else unavailable("rwkv7_step")
+    return None
 
 
 def _by_native(c: Step) -> Tensor:
-    i, slots = c.inputs, c.sequences.slots
+    i = c.inputs
     v, mix, first, v0 = i.mixed or (c.values, None, None, None)
     learned = (*i.learned, v0, c.norm.weight, c.norm.bias)
-    places = None if slots is None else slots.long().contiguous()
-    return native.rwkv7_step((i.r, i.k, i.w, i.rate, v, mix, first, c.gate), learned, c.norm.eps, c.pool, places)
+    return native.rwkv7_step((i.r, i.k, i.w, i.rate, v, mix, first, c.gate), learned, c.norm.eps, c.pool, c.sequences.places)
 
 
 def step_formula(c: Step) -> Any:
@@ -237,9 +250,9 @@ def _draw(draw: Draw, mixed: bool = True) -> Step:
 
 RWKV7_STEP: Chain[Step, Tensor | None] = Chain(
     "rwkv7_step",
-    plain(
-        "native", _by_native, _refuses_native,
-        (*examples(_draw, gradients=False), *examples(partial(_draw, mixed=False), gradients=False)), _not_native,
+    native_form(
+        "native", "rwkv7_step", _by_native, _refuses_native,
+        (*examples(_draw, gradients=False), *examples(partial(_draw, mixed=False), gradients=False)),
     ),
     ChainForm(
         "rwkv7_step", _by_kernel, _refuses, lambda c: ("penstock_rwkv7_step",),

@@ -237,6 +237,12 @@ class Sequences:
             pool.index_copy_(0, self._rows, state.index_select(0, self._writers))
 
     @property
+    def places(self) -> Tensor | None:
+        """``slots`` as contiguous int64."""
+        slots = self.slots
+        return None if slots is None else self._once("places", lambda: slots.long().contiguous())
+
+    @property
     def _rows(self) -> Tensor:
         """The row that each sequence reads and writes."""
         assert self.slots is not None

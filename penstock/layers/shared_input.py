@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..call.autocast import no_autocast
-from .chains import Chain, ChainForm, plain
+from .chains import Chain, ChainForm, native, plain
 from .examples import HALF, Draw, examples
 from .linear import (
     Linears,
@@ -23,6 +23,8 @@ from .linear import (
     product_dtype,
     products,
     products_kernels,
+    products_natively,
+    refuses_natively,
     refuses_products,
 )
 from .modes import in_graph
@@ -71,6 +73,9 @@ def _draw(draw: Draw, kind: Kind | None = None) -> _LinearsOf:
 
 LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
     "linears_of",
+    native(
+        "native", "products", lambda c: products_natively(c.each), lambda c: refuses_natively(c.each), examples(_draw, gradients=False)
+    ),
     ChainForm(
         "products", lambda c: products(c.each), lambda c: refuses_products(c.each), lambda c: products_kernels(c.each),
         examples(_draw, *HALF, gradients=False, within=in_graph),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..call.recompute import again
 from .activations import tanh
-from .chains import Chain, ChainForm, plain
+from .chains import Chain, ChainForm, native, plain
+from .cpu import refusal as refusal_of_native
+from .cpu.linear import Product, products, refuses_rows
 from .examples import Draw, examples
 from .linear import linear
 from .modes import mode, ready
@@ -31,6 +33,19 @@ class TokensBefore(NamedTuple):
 
     x: Tensor
     """[B,T,C]"""
+
+
+class Shifted(NamedTuple):
+    """The results of ``decode.shifted_norm``, all of one shape."""
+
+    total: Tensor
+    """x + y."""
+    normed: Tensor
+    """Its norm; undefined without ``kept``."""
+    before: Tensor
+    """The norm of the previous token, or the row of the pool; undefined without ``kept``."""
+    mixed: tuple[Tensor, ...]
+    """normed + (before - normed) m_i."""
 
 
 class _Shift(NamedTuple):
@@ -158,6 +173,25 @@ def _pairs_by_kernel(c: _Pairs) -> tuple[Tensor, ...]:
     return found
 
 
+def _refuses_pairs_natively(c: _Pairs) -> str | None:
+    if not c.x.is_cpu:
+        return "its tensors are not on a CPU"
+    if c.hidden is None or c.up is None:
+        return "it computes factors with a low-rank part, and there is none"
+    if (why := refusal_of_native("products", (c.x, c.before, *c.factors, c.hidden, c.up), alike=True)) is not None:
+        return why
+    sizes = c.before.shape == c.x.shape and c.up.shape == (*c.hidden.shape[1:], c.x.shape[1]) and len(c.hidden) == len(c.x)
+    if not sizes or len(c.factors) != len(c.up) or any(one.numel() != c.x.shape[1] for one in c.factors):
+        return "sizes differ"
+    return refuses_rows(c.hidden[:, 0], [c.up[0]]) if c.up.is_contiguous() else "the weight must be contiguous"
+
+
+def _pairs_natively(c: _Pairs) -> tuple[Tensor, ...]:
+    assert c.hidden is not None and c.up is not None  # noqa: PT018
+    each = zip(c.factors, c.hidden.unbind(1), c.up.unbind())
+    return tuple(products([Product(low, up, "tanh", shift=(c.x, c.before, mu), transposed=True) for mu, low, up in each]))
+
+
 def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
     if c.hidden is None or c.up is None:
         return shift_formula(c.x, c.before, None, c.factors, None, None)
@@ -195,6 +229,7 @@ SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain(
 )  # fmt: skip
 PAIRS: Chain[_Pairs, tuple[Tensor, ...]] = Chain(
     "token_shift_of_pairs",
+    native("native", "products", _pairs_natively, _refuses_pairs_natively, examples(_draw_pairs, gradients=False)),
     ChainForm(
         "low_rank", _pairs_by_kernel, _refuses_pairs, lambda c: ("penstock_low_rank",), examples(_draw_pairs, gradients=False)
     ),

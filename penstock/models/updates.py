@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..layers import Mixer, RWKV6ChannelConfig, RWKV6Config, RWKV7Config, Sequences
+from ..layers import Mixer, RWKV6ChannelConfig, RWKV6Config, RWKV7Config, Sequences, cpu
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
@@ -92,14 +92,19 @@ def _parts(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [x for part in state for x in _parts(part)]
 
 
+def _absent(device: torch.device) -> str | None:
+    """Why a device has no kernel that a mixer's ``step`` begins with, or None."""
+    return cpu.absent("shifted_norm", device) if device.type == "cpu" else absent(device)
+
+
 UPDATE_MIXER: Chain[MixerUpdate, tuple[Tensor, Tensor]] = Chain(
     "update_mixer",
     plain(
         "step", _mixer, _refuses_mixer,
         tuple(example for config in MIXERS for example in examples(partial(_draw_mixer, config=config), torch.float32, gradients=False)),
-        absent,
+        _absent,
     ),
     plain("modules", _mixer_as_module),
     results=updated,
 )  # fmt: skip
-"""``step``: the chains of a mixer across its norm, which are Triton kernels."""
+"""``step``: the chains of a mixer across its norm, which are Triton kernels or, on a CPU, native ones."""

@@ -7,7 +7,7 @@ from formulas import error
 from sampling import every
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decode, linear, modes, rwkv7_decode
+from penstock.layers import convolution, decode, linear, modes
 from penstock.layers.sequences import Sequences
 from penstock.recurrence import functional
 
@@ -240,10 +240,8 @@ def test_what_a_strong_decay_leaves_is_exact(log):
 
 
 @pytest.fixture
-def launched(monkeypatch, ran):
+def launched(ran, no_native_kernels):
     """The function ``ran``, with the forms of decode steps alone, while no chain takes a native kernel."""
-    for module in (linear, rwkv7_decode):
-        monkeypatch.setattr(module.native, "takes", lambda *given: False)
     names = {"products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step", "convolution_in_place"}
     names |= {"low_rank_products", "rwkv7_step"}
     return lambda: {name: count for name, count in ran().items() if name in names}

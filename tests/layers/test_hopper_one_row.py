@@ -7,7 +7,7 @@ from emulated import gluon
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import decode, linear, modes
+from penstock.layers import decode, modes
 from penstock.layers.sequences import Sequences
 from penstock.models import CausalLM, rwkv6
 
@@ -167,7 +167,7 @@ def test_channel_mixes_that_are_refused():
 
 
 @pytest.fixture
-def taken(kernels_on_a_cpu, monkeypatch):
+def taken(kernels_on_a_cpu, no_native_kernels, monkeypatch):
     """The functions that are called while all kernels take tensors on a CPU; those for Hopper are emulated, or formulas where they need
     larger models."""
     names, C = [], SIZES["hidden_size"]
@@ -191,7 +191,6 @@ def taken(kernels_on_a_cpu, monkeypatch):
         monkeypatch.setattr(launch, one.__name__, one)
         monkeypatch.setattr(launch, "takes_" + one.__name__.removesuffix("_maps"), lambda *given: True)
     monkeypatch.setattr(decode, "WIDTH", C)
-    monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
     return names
 
 

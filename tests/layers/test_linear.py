@@ -92,7 +92,7 @@ def test_other_calls_are_torch_products(used):
         layer.float()
         layer(torch.randn(32, 8))  # many rows
         layer(torch.randn(0, 8))
-        linear(x, torch.randn(8, 5).T)  # rows of the weight are not contiguous
+        linear(x, torch.randn(5, 16)[:, ::2])  # neither rows nor columns of the weight are contiguous
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
         torch.func.vmap(layer)(x)

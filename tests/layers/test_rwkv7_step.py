@@ -5,6 +5,7 @@ import torch
 from formulas import error
 
 from penstock.gpu.target import interpreting
+from penstock.layers.cpu import absent
 from penstock.layers.cpu import rwkv7 as native
 from penstock.layers.rwkv7_chains import inputs_formula
 from penstock.layers.triton import launching
@@ -45,7 +46,7 @@ def by_native(tokens, learned, norm, pool, slots=None):
 @pytest.fixture(params=[pytest.param(by_triton, id="triton", marks=needs_interpreter), pytest.param(by_native, id="native")])
 def stepped(request):
     """A decode step by one of the kernels."""
-    if request.param is by_native and not native.AVAILABLE:
+    if request.param is by_native and absent("rwkv7_step", torch.device("cpu")) is not None:
         pytest.skip("needs the native library")
     return request.param
 

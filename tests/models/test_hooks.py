@@ -1,6 +1,7 @@
 """Hooks, wrappers and replaced forwards act on every module in every pass: whole, from a state, in place, with kernels of decode steps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
-from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, modes
 from penstock.layers.chains import Choice, recorded
+from penstock.layers.cpu import absent
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
@@ -151,9 +152,13 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
 
 
 @pytest.mark.parametrize("name", every(4, ["rwkv6", "rwkv5.2", "gla", "mamba2"]))
-@pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
-def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, kernels_on_a_cpu: None) -> None:
+@pytest.mark.parametrize("form", ["shifted_norm", "native"])
+def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, form: str, request: pytest.FixtureRequest) -> None:
     """A norm, mixer or layer with a hook runs as a module; the other layers keep their kernels."""
+    for fixture in ("kernels_on_a_cpu", "no_native_kernels") if form != "native" else ():
+        request.getfixturevalue(fixture)
+    if form == "native" and absent("shifted_norm", torch.device("cpu")) is not None:
+        pytest.skip("needs the native library")
     model = model_of(name)
     changed = {"": 2, "layers.0": 1, "layers.0.mixer": 1, "layers.0.channel": 1, "layers.0.mixer_norm": 1}
     for place in changed:
@@ -163,14 +168,14 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, kern
         with torch.no_grad():
             wanted = model(IDS).logits
             pool = model.initial_state(2)
-            with modes.in_graph(), recorded(model) as choices:
+            with nullcontext() if form == "native" else modes.in_graph(), recorded(model) as choices:
                 found = torch.cat([model.advance(IDS[:, t : t + 1], pool) for t in range(IDS.shape[1])], 1)
         if handle is not None:
             handle.remove()
         assert error(found, wanted) < 1e-4, place
         if name.startswith("rwkv"):
             least = {"": 4, "layers.0": 2}.get(place, 3) * IDS.shape[1]
-            assert sum(isinstance(one, Choice) and one.form == "shifted_norm" for one in choices) == least, place
+            assert sum(isinstance(one, Choice) and (one.chain, one.form) == ("shifted_norm", form) for one in choices) == least, place
 
 
 def test_a_subclass_with_its_own_mix_is_not_stepped_by_its_base() -> None:

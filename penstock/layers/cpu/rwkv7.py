@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ...call.derivatives import count_write
-from ...cpu import DTYPES, Strided, run, unavailable
+from ...cpu import DTYPES, Strided, run
+from . import NARROW
 
-AVAILABLE = unavailable("rwkv7_step") is None
-_DTYPES = set(DTYPES) - {torch.float64}
 _TOKENS = ("r", "k", "w", "rate", "v", "mix", "first", "gate", "y")
 _LEARNED = ("k_k", "k_a", "r_k", "w0", "a0", "v0", "weight", "shift")
 
@@ -33,12 +32,7 @@ class _Step(ctypes.Structure):
 def takes(tokens: Sequence[Tensor], learned: Sequence[Tensor], pool: Tensor) -> bool:
     """Whether the kernel computes a step: tokens, and parameters, are contiguous and of one dtype. Nothing is float64."""
     dtypes = ({one.dtype for one in tokens}, {one.dtype for one in learned}, {pool.dtype})
-    return (
-        all(len(some) == 1 and some <= _DTYPES for some in dtypes)
-        and all(one.is_contiguous() for one in (*tokens, *learned))
-        and pool.device.type == "cpu"
-        and AVAILABLE
-    )
+    return all(len(some) == 1 and some <= NARROW for some in dtypes) and all(one.is_contiguous() for one in (*tokens, *learned))
 
 
 def rwkv7_step(

@@ -16,6 +16,7 @@ from ...call.derivatives import count_write
 from ...gpu.hopper import modules
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
+from ..token_shift import Shifted
 from . import few_rows, launch, product, step
 from .rows import write_rows
 
@@ -204,19 +205,6 @@ class Lasts(NamedTuple):
     def write(self) -> None:
         """Replace the row in a launch of its own."""
         write_rows(self.normed, self.pool, self.slots)
-
-
-class Shifted(NamedTuple):
-    """The results of ``shifted_norm``, all [R,C]."""
-
-    total: Tensor
-    """x + y."""
-    normed: Tensor
-    """Its norm; undefined without ``kept``."""
-    before: Tensor
-    """The norm of the previous token, or the row of the pool; undefined without ``kept``."""
-    mixed: tuple[Tensor, ...]
-    """normed + (before - normed) m_i."""
 
 
 def norm_warps(C: int) -> int:

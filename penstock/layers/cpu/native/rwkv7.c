@@ -2,7 +2,7 @@
  * The formulas are those of rwkv7_chains.py and rwkv7_decode.py.
  *
  * A unit of work is a head of a token. Threads take units from a shared counter. A unit has the same operations whatever the others are. */
-#include "decay.h"
+#include "activations.h"
 
 #define LEAST 1e-12f         /* of the norm of keys, as in torch's normalize */
 #define FASTEST -0.60653066f /* -exp(-1/2), the log decay of sigmoid(raw) = 1 */
@@ -23,12 +23,6 @@ enum { ROWS = 19 };
 static inline void read_row(float *to, void *from, int64_t row, int64_t N, int64_t dtype) {
     tensor x = {from, dtype, {0}};
     if (from) load_row(to, &x, row * N, 1, N);
-}
-
-INLINE vec sigmoid(vec x) {
-    ivec positive = x > splat(0);
-    vec e = exp_of(exponential_of(choose(positive, -x, x))), whole = splat(1) / (splat(1) + e);
-    return choose(positive, whole, e * whole);
 }
 
 static float sum_of(const float *x, const float *y, int64_t n) {
