@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from .chains import Chain, plain
+from ..call import private
+from .as_written import altered
+from .chains import Chain, ChainForm, plain
+from .examples import HALF, Draw, examples
 from .linear import linear
+from .modes import in_graph, ready
+from .triton import launching, refusal
 
 
 def deep_embed(k: Tensor, hidden: Tensor, ids: Tensor, table: nn.Module, part: Tensor, up: Tensor, offset: Tensor) -> Tensor:
@@ -41,6 +47,34 @@ class DeepEmbed(NamedTuple):
     offset: Tensor
 
 
+def _refuses(c: DeepEmbed) -> str | None:
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if private.autocasting():
+        return "autocast is on"
+    why = altered(c.table, nn.Embedding)
+    if why is not None or c.table.max_norm is not None:
+        return f"the table {why or 'has max_norm'}"
+    tensors = c.k, c.hidden, c.part, c.up, c.offset, c.table.weight
+    if (why := refusal(*tensors)) is not None:
+        return why
+    if any(one.dtype != c.k.dtype for one in tensors):
+        return "all tensors must have one dtype"
+    if c.ids.numel() == 0:
+        return "there are no tokens"
+    if c.hidden.shape[-1] > (most := launching("deep_embed_launch").LARGEST):
+        return f"it takes matrices of at most {most} rows, got {c.hidden.shape[-1]}"
+    return None if all(one.is_contiguous() for one in tensors[3:]) else "parameters must be contiguous"
+
+
+def _by_kernel(c: DeepEmbed) -> Tensor:
+    k, hidden, part = (one.reshape(-1, one.shape[-1]).contiguous() for one in (c.k, c.hidden, c.part))
+    early = ready((c.up, c.offset), (c.up, c.offset))
+    given = k, hidden, c.ids.reshape(-1).contiguous(), c.table.weight, part, c.up, c.offset.view(-1)
+    y: Tensor = launching("deep_embed_launch").deep_embed(*given, early=early)
+    return y.view(c.k.shape)
+
+
 def _by_formula(c: DeepEmbed) -> Tensor:
     E = c.hidden.shape[-1]
     matrices = (c.table(c.ids) + c.part).unflatten(-1, (E, E))
@@ -48,4 +82,18 @@ def _by_formula(c: DeepEmbed) -> Tensor:
     return c.k * linear(mixed, c.up.T, c.offset.view(-1)).to(c.k.dtype)
 
 
-DEEP_EMBED: Chain[DeepEmbed, Tensor] = Chain("deep_embed", plain("formula", _by_formula))
+def _draw(draw: Draw) -> DeepEmbed:
+    E, F, V = draw.size(5, 32), draw.size(140, 3072), 11
+    table = draw.module("table", nn.Embedding(V, E * E))
+    k, hidden, part = draw("k", 1, 3, F), draw("hidden", 1, 3, E), draw("part", 1, 3, E * E)
+    return DeepEmbed(k, hidden, draw.whole([7, 0, 10])[None], table, part, draw.learned("up", E, F), draw.learned("offset", 1, 1, F))
+
+
+DEEP_EMBED: Chain[DeepEmbed, Tensor] = Chain(
+    "deep_embed",
+    ChainForm(
+        "deep_embed", _by_kernel, _refuses, lambda c: ("penstock_deep_embed",),
+        (*examples(_draw, gradients=False), *examples(_draw, *HALF, gradients=False, within=in_graph)),
+    ),
+    plain("formula", _by_formula),
+)  # fmt: skip

@@ -8,6 +8,7 @@ from architectures import ARCHITECTURES, model_of
 
 import penstock as ps
 from penstock.layers import RWKV7ChannelConfig
+from penstock.layers.deep_embed import DEEP_EMBED, DeepEmbed, deep_embed
 from penstock.models import CausalLM, Config, rwkv7
 
 IDS = torch.randint(13, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -89,6 +90,45 @@ def test_layers_and_mixers_are_explained() -> None:
     for module in (model, model.layers[1], model.layers[1].channel):
         for mode in ("training", "prompt", "decode"):
             assert "deep_embed runs formula" in str(ps.explain(module, tokens=3, mode=mode))
+
+
+def call_of(rows: int, dtype: torch.dtype = torch.float32, E: int = 5) -> DeepEmbed:
+    """The first rows are the same for any number of them."""
+    draw, F = torch.Generator().manual_seed(4), 140
+    table = torch.nn.Embedding(11, E * E).to(dtype)
+    up, offset = (torch.randn(shape, generator=draw).to(dtype) for shape in ((E, F), (1, 1, F)))
+    torch.nn.init.normal_(table.weight, generator=draw)
+    k, hidden, part = (torch.randn(1, 9, size, generator=draw)[:, :rows].to(dtype) for size in (F, E, E * E))
+    return DeepEmbed(k, hidden, torch.arange(9)[None, :rows] * 5 % 11, table, part, up, offset)
+
+
+@torch.no_grad()
+def test_the_kernel_computes_rows_alike(kernels_on_a_cpu) -> None:
+    """Bits of a token do not depend on how many there are; tokens may be int32, and parts views."""
+    whole, few = call_of(9), call_of(4)
+    y = deep_embed(*whole)
+    assert torch.equal(deep_embed(*few._replace(ids=few.ids.int())), y[:, :4])
+    assert torch.allclose(y, DEEP_EMBED.computed(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_calls_that_the_kernel_refuses(kernels_on_a_cpu) -> None:
+    refuses, call = DEEP_EMBED.form("deep_embed").refuses, call_of(3)
+    assert refuses(call) == "gradients are on"
+    hooked, rescaled = torch.nn.Embedding(11, 25), torch.nn.Embedding(11, 25, max_norm=1.0)
+    hooked.register_forward_hook(lambda module, given, y: y)
+    with torch.no_grad():
+        assert refuses(call) is None
+        for change, why in (
+            ({"table": hooked}, "the table has a forward hook"),
+            ({"table": rescaled}, "the table has max_norm"),
+            ({"part": call.part.half()}, "all tensors must have one dtype"),
+            ({"up": call.up.T.contiguous().T}, "parameters must be contiguous"),
+            ({"ids": call.ids[:, :0]}, "there are no tokens"),
+        ):
+            assert refuses(call._replace(**change)) == why
+        assert refuses(call_of(3, E=65)) == "it takes matrices of at most 64 rows, got 65"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert refuses(call) == "autocast is on"
 
 
 def test_tokens_of_graphs_are_read_from_the_buffer() -> None:
