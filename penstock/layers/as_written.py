@@ -13,7 +13,7 @@ from ..call import private
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
-_FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.GroupNorm, nn.LayerNorm, nn.Sequential)}
+_FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.Sequential)}
 """The ``forward`` with which a class was defined. It may be replaced later."""
 
 

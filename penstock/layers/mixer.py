@@ -58,6 +58,9 @@ class MixerConfig:
     def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
         """Check what a subclass requires of the hidden size of a model."""
 
+    def check_vocab_size(self, complaints: Complaints, vocab_size: int) -> None:
+        """Check what a subclass requires of the number of tokens of a model."""
+
     def require_hidden_size(self, hidden_size: int) -> None:
         """Raise unless layers of this hidden size can be built."""
         complaints = Complaints(type(self).__name__)

@@ -213,8 +213,8 @@ def refuses_together(inputs: Sequence[Tensor], maps: Sequence[Any], gate: Tensor
         return "gradients are on"
     if not places:
         return "it takes quantized linear maps without hooks and adapters"
-    if (gate is not None or relu_squared) and (len(places) < len(maps) or any(one.bias is not None for one in maps)):
-        return "with an activation, it takes quantized maps of one kind without bias"
+    if (gate is not None or relu_squared) and (places[0] != 0 or maps[0].bias is not None):
+        return "with an activation, its first map must be a quantized one without bias"
     if private.autocasting():
         return "autocast is on"
     if (why := refusal(*inputs, gate)) is not None:
@@ -236,8 +236,9 @@ def computed_together(
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
     for some in (places[n : n + launch.PARTS] for n in range(0, len(places), launch.PARTS)):
         rows = [inputs[n].reshape(-1, x.shape[-1]).contiguous() for n in some]
-        options = {"relu_squared": relu_squared, "alike": where.alike, "fixed": where.graph}
-        results = launch.products(rows, [maps[n].quantized for n in some], gates, **options)
+        first = some[0] == 0  # the one with the activation
+        options = {"relu_squared": relu_squared and first, "alike": where.alike, "fixed": where.graph}
+        results = launch.products(rows, [maps[n].quantized for n in some], gates if first else None, **options)
         found |= {n: _with_bias(y.view(*x.shape[:-1], -1), maps[n].bias) for n, y in zip(some, results)}
     return [found[n] if n in found else call(one, each) for n, (one, each) in enumerate(zip(maps, inputs))]
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import Complaints
+from ..errors import Complaints, RangeError
 from ..tokens.dtypes import state_dtype
 from .decode import shifted_norm
+from .deep_embed import deep_embed
 from .fused import activated
 from .halving import halved, last_map
-from .linear import linears, plain_weights
+from .linear import linear, linears, plain_weights
 from .mixer import Mixer, MixerConfig
 from .modes import PLAIN, mode
 from .norm_gate import Added, norm_gate
@@ -36,7 +37,7 @@ from .rwkv7_decode import LowRankMap, low_rank_map, low_rank_maps, rwkv7_step
 from .sequences import Sequences
 from .shared_input import linears_of
 from .token_shift import token_shift
-from .values import Values
+from .values import EMBEDDED, IDS, Values, of_model
 
 VALUE = "value"
 """The name of the values of layer 0."""
@@ -80,6 +81,22 @@ class RWKV7ChannelConfig(MixerConfig):
     kind = "rwkv7_channel"
     intermediate_size: int
     """F. In published models 4 * hidden_size."""
+    embedding_rank: int | None = None
+    """E of DeepEmbed: each token has a matrix [E,E] of its own, 32 in published models. None: no DeepEmbed."""
+    vocab_size: int | None = None
+    """V, the number of these matrices: that of the model's embeddings. Only with ``embedding_rank``."""
+
+    def check(self, complaints: Complaints) -> None:
+        """Check that the number of matrices is given with their size."""
+        if (self.embedding_rank is None) != (self.vocab_size is None):
+            rule = "a number with embedding_rank, and None without"
+            complaints.add(RangeError, "vocab_size", rule, self.vocab_size, "Pass that of the model.")
+
+    def check_vocab_size(self, complaints: Complaints, vocab_size: int) -> None:
+        """Check that each token of the model has a matrix."""
+        if self.vocab_size not in (None, vocab_size):
+            remedy = "Each has a matrix of DeepEmbed in each channel mix."
+            complaints.add(RangeError, "vocab_size", f"{self.vocab_size}, the tokens of the channel mixes", vocab_size, remedy)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV7ChannelMix:
         """A new channel mix."""
@@ -237,6 +254,16 @@ class RWKV7ChannelMix(Mixer):
     r"""Channel mixing of RWKV-7; its only state is the previous input p.
 
     .. math:: y = W_v \, relu(W_k (x + (p - x) \cdot x\_k))^2
+
+    With DeepEmbed (``embedding_rank``), each channel of the square has a factor that the token t decides. z is the embedding of t after
+    its norm, of the whole model:
+
+    .. math::
+        D_t = reshape_{E,E}(s\_emb_t + W_{s\_emb\_x} z), \qquad
+        y = W_v \, (relu(W_k (x + (p - x) \cdot x\_k))^2 \cdot (x s_1 D_t s_2 + s_0))
+
+    Then it takes the tokens and their embeddings of the model. Source: ``RWKV-v7/rwkv_v7a_demo.py`` of its authors, which is inference
+    with the sum of both parts of D stored for each token. Initially the factor is 1.
     """
 
     halves_output = True
@@ -244,30 +271,53 @@ class RWKV7ChannelMix(Mixer):
     def __init__(self, config: RWKV7ChannelConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
         self.config = config
-        self.x_k = nn.Parameter(1 - ramp(hidden_size, (1 - layer / num_layers) ** 4))
-        self.key = matrix(hidden_size, config.intermediate_size, gain=1)
-        self.value = matrix(config.intermediate_size, hidden_size, gain=0)
+        C, F, E = hidden_size, config.intermediate_size, config.embedding_rank
+        self.x_k = nn.Parameter(1 - ramp(C, (1 - layer / num_layers) ** 4))
+        self.key = matrix(C, F, gain=1)
+        self.value = matrix(F, C, gain=0)
+        if E is not None and config.vocab_size is not None:
+            self.takes = of_model(C)
+            self.s_emb = nn.Embedding(config.vocab_size, E * E)
+            nn.init.zeros_(self.s_emb.weight)
+            self.s_emb_x = matrix(C, E * E, gain=math.sqrt(max(E * E / C, 1) / E))  # elements of D are about E^-1/2
+            self.s1, self.s2 = low_rank(C, E, F)
+            self.s0 = nn.Parameter(torch.ones(1, 1, F))
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> ShiftState:
         """Zeros."""
         return ShiftState(like.new_zeros(count, self.hidden_size))
 
-    def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
+    def mix(self, x: Tensor, state: ShiftState, sequences: Sequences, values: Values | None = None) -> tuple[Tensor, ShiftState]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
         (mixed,) = token_shift(x, last, sequences, self.x_k)
-        return self._mixed(mixed, sequences), ShiftState(shift)
+        return self._mixed(mixed, x, sequences, values), ShiftState(shift)
 
-    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+    def step(
+        self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences, values: Values | None = None
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """See ``Mixer.step``."""
-        found = shifted_norm(x, y, norm, state.shift, sequences, self.x_k)
-        return None if found is None else (found.total, self._mixed(found.mixed[0], sequences))
+        found = shifted_norm(x, y, norm, state.shift, sequences, self.x_k, kept=values is not None)
+        return None if found is None else (found.total, self._mixed(found.mixed[0], found.normed, sequences, values))
 
-    def _mixed(self, x: Tensor, sequences: Sequences) -> Tensor:
-        if few := linears([x], [self.key], relu_squared=True):
-            found = linears([halved(few[0], sequences)], [self.value])
-            return found[0] if found else last_map(self.value, sequences)(few[0])
-        return activated(self.key(x), None, "relu_squared", last_map(self.value, sequences))
+    def _mixed(self, mixed: Tensor, x: Tensor, sequences: Sequences, values: Values | None) -> Tensor:
+        """Y from the result of the token shift and, for DeepEmbed, the input."""
+        if values is not None:
+            k = self._squared(mixed, x, values)
+        elif few := linears([mixed], [self.key], relu_squared=True):
+            k = few[0]
+        else:
+            return activated(self.key(mixed), None, "relu_squared", last_map(self.value, sequences))
+        found = linears([halved(k, sequences)], [self.value])
+        return found[0] if found else last_map(self.value, sequences)(k)
+
+    def _squared(self, mixed: Tensor, x: Tensor, values: Values) -> Tensor:
+        """The squares times the factors of DeepEmbed [B,T,F]."""
+        embedded, maps = values[EMBEDDED].to(x.dtype), (self.key, self.s1.T, self.s_emb_x)
+        k, hidden, part = linears([mixed, x, embedded], maps, relu_squared=True) or (
+            activated(self.key(mixed), None, "relu_squared"), linear(x, self.s1.T), self.s_emb_x(embedded),
+        )  # fmt: skip
+        return deep_embed(k, hidden, values[IDS].squeeze(-1), self.s_emb, part, self.s2, self.s0)
 
 
 def low_rank(inputs: int, rank: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -3,6 +3,8 @@
 A mixer declares them by name: ``yields`` and ``takes``, each with the size of the last axis. A layer has those of its mixers. Both are
 called with the values that they take after their other arguments, and return those that they yield after their other results. So values
 are arguments and results of modules: hooks, wrappers, checkpoints and shards see them.
+
+A model yields two values before its first layer: its tokens (``IDS``) and their embeddings (``EMBEDDED``).
 """
 
 from __future__ import annotations
@@ -10,15 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from ..call.declaration import FLOATS, Argument
+from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor
 from ..errors import Complaints, DtypeError, RangeError, described
 from .as_written import unwrapped
 
 Values = dict[str, Tensor]
 """By name: [B,T,size], a value of each token of a call."""
+IDS = "ids"
+"""The tokens that a model was called with, [B,T,1]: indices from 0 to vocab_size - 1. Not of calls with embeddings in their place."""
+EMBEDDED = "embedded"
+"""The embeddings of the tokens after their norm, [B,T,C]."""
+
+
+def of_model(hidden_size: int) -> dict[str, int]:
+    """What a model yields before its first layer, each with the size of the last axis."""
+    return {IDS: 1, EMBEDDED: hidden_size}
 
 
 class Passes(Protocol):
@@ -73,16 +85,17 @@ def check_values(complaints: Complaints, values: object, x: Tensor, takes: Mappi
         complaints.add(RangeError if isinstance(values, dict) or not takes else DtypeError, "values", rule, found)
         return
     for name, size in takes.items():
-        sizes, argument = {"B": x.shape[0], "T": x.shape[1], "A": size}, Argument(f"values[{name!r}]", "B T A", FLOATS)
+        dtypes = INDICES if name == IDS else FLOATS
+        sizes, argument = {"B": x.shape[0], "T": x.shape[1], "A": size}, Argument(f"values[{name!r}]", "B T A", dtypes)
         if not isinstance(values[name], Tensor):
             complaints.add(DtypeError, argument.name, "a torch.Tensor", described(values[name]))
         else:
             check_tensor(complaints, argument, values[name], sizes, x.device, "x")
 
 
-def check_layers(complaints: Complaints, layers: Iterable[tuple[Any, Passes]]) -> None:
-    """Check that earlier layers yield what each takes. ``layers``: the configuration of the token mixer of each, and the layer."""
-    known: dict[str, int] = {}
+def check_layers(complaints: Complaints, layers: Iterable[tuple[Any, Passes]], hidden_size: int) -> None:
+    """Check that the model or earlier layers yield what each takes. ``layers``: the configuration of each token mixer, and the layer."""
+    known = of_model(hidden_size)
     for n, (config, layer) in enumerate(layers):
         for name, size in layer.takes.items():
             if known.get(name) != size:
@@ -93,8 +106,9 @@ def check_layers(complaints: Complaints, layers: Iterable[tuple[Any, Passes]]) -
 
 
 def example(like: Tensor, shape: tuple[int, ...], takes: Mapping[str, int]) -> Values | None:
-    """Ones, as values of a call for an explanation."""
-    return {name: like.new_ones(*shape, size) for name, size in takes.items()} or None
+    """Ones, as values of a call for an explanation; tokens are 0."""
+    ids = torch.zeros(*shape, 1, dtype=torch.int64, device=like.device)
+    return {name: ids if name == IDS else like.new_ones(*shape, size) for name, size in takes.items()} or None
 
 
 def joined(*modules: Passes | None) -> tuple[dict[str, int], dict[str, int]]:

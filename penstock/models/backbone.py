@@ -26,7 +26,7 @@ from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
 from ..layers.sliced import sequences_of
-from ..layers.values import Values, check_layers, joined, own, passed
+from ..layers.values import EMBEDDED, IDS, Values, check_layers, joined, of_model, own, passed
 from ..tokens.context import ContextParallel
 from .arguments import check_embeddings, check_state, check_tokens, marks
 from .config import Config, rwkv6
@@ -194,8 +194,10 @@ class Backbone(nn.Module):
         self.norm = norm(config)
         self._checked: tuple[object, ...] | None = None  # the marks of the last checked pool
         complaints = Complaints("Config")
-        check_layers(complaints, zip(config.mixers, self.layers))  # type: ignore[arg-type]
+        check_layers(complaints, zip(config.mixers, self.layers), config.hidden_size)  # type: ignore[arg-type]
         complaints.raise_any()
+        taken = set().union(*(layer.takes for layer in self.layers))  # type: ignore[arg-type]
+        self.yields = {name: size for name, size in of_model(config.hidden_size).items() if name in taken}
 
     def _initialise(self) -> None:
         """Initialise the embeddings; other modules initialise their own weights."""
@@ -238,7 +240,7 @@ class Backbone(nn.Module):
         checkpointing = self._checkpointing(function)
         with recomputing() if checkpointing == "selective" else nullcontext():
             x, after = self._embedded(ids, embedded), []
-            values: Values = {}
+            values = self._values(ids, x)
             for n, layer in enumerate(self.layers):
                 if every is not None:
                     every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
@@ -269,7 +271,7 @@ class Backbone(nn.Module):
         """The input of a head [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
         sequences = self._check("advance", ids, embedded, state, cu_seqlens, slots, in_place=True)
         x, y = self._embedded(ids, embedded), None
-        values: Values = {}
+        values = self._values(ids, x)
         for layer, one in zip(self.layers, state):
             if every is not None:
                 x, y = x if y is None else x + y, None
@@ -294,6 +296,11 @@ class Backbone(nn.Module):
             x = add_norm(x, None, self.embedding_norm, rounded=False)[1]
         return x.float() if self.sizes.residual_in_float32 and x.dtype != torch.float64 else x
 
+    def _values(self, ids: Tensor | None, embedded: Tensor) -> Values:
+        """The values that the model ``yields``: those that some layer takes. Layers add theirs."""
+        given = {EMBEDDED: embedded} if ids is None else {IDS: ids[..., None], EMBEDDED: embedded}
+        return {name: given[name] for name in self.yields}
+
     def _normed(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> Tensor:
         return add_norm(x, y, self.norm, in_float32=self.sizes.residual_in_float32, halvings=sequences.halvings)[1]
 
@@ -313,6 +320,9 @@ class Backbone(nn.Module):
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:
             check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
+            if IDS in self.yields:
+                rule = "None for a model whose layers read tokens, such as DeepEmbed"
+                complaints.add(RangeError, name, rule, "a tensor", "Pass the tokens themselves as input_ids.")
         complaints.raise_any()
         assert given is not None
         options: Any = {"in_place": in_place, "context": context, "final_states": final_states}

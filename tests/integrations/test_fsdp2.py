@@ -18,7 +18,7 @@ from penstock.models import CausalLM
 pytest.importorskip("transformers")
 
 TUNED = replace(ARCHITECTURES["rwkv6"], mixer=RWKV6Config(head_size=8, mix_rank=3, decay_rank=5, tuned_state=True))
-MODELS = {name: ARCHITECTURES[name] for name in ("rwkv5.2", "rwkv6", "rwkv7", "gla", "retnet", "linear", "mamba2", "hybrid")} | {
+MODELS = {name: ARCHITECTURES[name] for name in ("rwkv5.2", "rwkv6", "rwkv7", "rwkv7a", "gla", "retnet", "linear", "mamba2", "hybrid")} | {
     "tuned state": TUNED
 }
 

@@ -129,13 +129,17 @@ def test_files_of_old_versions_of_torch(tmp_path: Path) -> None:
 OTHERS: dict[str, tuple[Weights, str]] = {
     "x060a": (rwkv6.draw() | {"blocks.0.att.gate_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060 .*gate_w1"),
     "x060b": (rwkv6.draw() | {"blocks.0.att.time_maa_rkvw_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060"),
-    "rwkv7a": (
+    "rwkv7a of parts": (
         rwkv7.draw() | {"blocks.0.ffn.s_emb.weight": torch.zeros(13, 1024)},
-        r"got RWKV-7 of .*rwkv7a, with DeepEmbed",
+        r"blocks.0.ffn.s1 must be a tensor of shape \[C,E\], got none",
+    ),
+    "rwkv7a, merged": (
+        without(rwkv7.draw(deep=3), "blocks.1.ffn.s_emb_x.weight"),
+        r"blocks.1.ffn.s_emb_x.weight must be a tensor of shape \[9, 16\], got none",
     ),
     "rwkv7b": (
-        rwkv7.draw() | {"blocks.0.ffn.s_emb.weight": torch.zeros(13, 1024), "blocks.0.qkv.qq.weight": torch.zeros(256, 16)},
-        r"got RWKV-7 of another variant than x070 \(rwkv7b, with attention\)",
+        rwkv7.draw(deep=3) | {"blocks.0.qkv.qq.weight": torch.zeros(256, 16)},
+        r"got RWKV-7 of another variant \(rwkv7b, with attention\)",
     ),
     "rwkv4": ({name: x for name, x in rwkv5.draw().items() if "ln_x" not in name}, "got RWKV-4 or older"),
     "no layers": ({"weight": torch.zeros(2)}, "path must be a checkpoint of a known format, got .* with weight. Known are"),

@@ -1,6 +1,7 @@
 """Arguments of transformers' classes: packed rows in all their forms, embeddings, hidden states, hooks, options of from_pretrained."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,24 @@ def test_errors_of_packing() -> None:
         model.generate(ids, position_ids=POSITIONS, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_that_read_tokens_take_no_embeddings_in_their_place() -> None:
+    model, ids = of("rwkv7a"), drawn(2, 7)
+    message = (
+        r"inputs_embeds must be None for a model whose layers read tokens, such as DeepEmbed, got .*\. Pass the tokens .* as input_ids"
+    )
+    embeds = model.get_input_embeddings()(ids)
+    for call in (model, model.model, partial(model, use_cache=False), partial(model.generate, max_new_tokens=2)):
+        with pytest.raises(RangeError, match=message):
+            call(inputs_embeds=embeds)
+    with pytest.raises(RangeError, match=r"resize_token_embeddings: vocab_size must be 13, the tokens of the channel mixes, got 15\."):
+        model.resize_token_embeddings(15)
+    with pytest.raises(RangeError, match=r"Config: vocab_size must be 13, the tokens of the channel mixes, got 15\."):
+        model.set_input_embeddings(torch.nn.Embedding(15, 24))
+    assert model.resize_token_embeddings(13) is model.get_input_embeddings()
+    assert model.get_input_embeddings().num_embeddings == model.model.sizes.vocab_size == 13
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "rwkv7a"])
 def test_embeddings_in_place_of_tokens(name: str) -> None:
     model, ids = of(name), drawn(2, 7)
     keep = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])

@@ -53,17 +53,18 @@ def test_rwkv6_equals_the_rwkv_package(tuned: bool, tmp_path: Path) -> None:
     assert error(of_the_rwkv_package(w, tmp_path), rwkv6.logits(w, IDS)) < 1e-5
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_rwkv7_equals_the_rwkv_package(first: bool, tmp_path: Path) -> None:
-    """In a process of its own: the package chooses the version as it is imported."""
+@pytest.mark.parametrize(("first", "deep"), [(False, 0), (True, 0), (False, 32)])
+def test_rwkv7_equals_the_rwkv_package(first: bool, deep: int, tmp_path: Path) -> None:
+    """In a process of its own: the package chooses the version as it is imported. Its matrices of DeepEmbed have 32 rows."""
     pytest.importorskip("rwkv.model")
-    w = rwkv7.draw(first=first)
+    w = rwkv7.draw(first=first, deep=deep)
     torch.save(w, tmp_path / "theirs.pth")
     if not first:  # also a file that we have written
         save(load(tmp_path / "theirs.pth"), tmp_path / "ours.pth", "blinkdl")
     torch.save(IDS, tmp_path / "ids.pt")
     path = tmp_path / ("theirs.pth" if first else "ours.pth")
-    subprocess.run([sys.executable, "-c", OF_THE_RWKV_PACKAGE, path.with_suffix("")], check=True, capture_output=True)
+    chosen = os.environ | {"RWKV_DE_VERSION": "1" if deep else "0"}
+    subprocess.run([sys.executable, "-c", OF_THE_RWKV_PACKAGE, path.with_suffix("")], check=True, capture_output=True, env=chosen)
     assert error(torch.load(tmp_path / "logits.pt"), rwkv7.logits(w, IDS)) < 1e-5
 
 
@@ -110,6 +111,7 @@ def test_formulas_depend_on_every_weight() -> None:
     models = {
         "rwkv6": (rwkv6.with_time_state(rwkv6.draw()), rwkv6.logits),
         "rwkv7": (rwkv7.with_time_state(rwkv7.draw()), rwkv7.logits),
+        "rwkv7a": (rwkv7.draw(deep=3), rwkv7.logits),
         "rwkv6 in fla": (rwkv6.draw_fla(), lambda w, ids: rwkv6.fla_logits(w, ids, 1e-5, 1e-5)),
         "mamba2": (mamba2.draw(mamba2.config()), lambda w, ids: mamba2.logits(w, mamba2.config(), ids)),
     } | {f"rwkv{version}": (rwkv5.draw(version), rwkv5.logits) for version in rwkv5.VERSIONS}

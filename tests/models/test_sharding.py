@@ -19,7 +19,7 @@ def test_ranks_equal_one_process():
 @pytest.mark.slow
 def test_the_classes_for_transformers():
     pytest.importorskip("transformers")
-    spawned(sharded.run, 2, [sharded.wrapped], ["rwkv6", "rwkv7", "mamba2", "gla", "hybrid"])
+    spawned(sharded.run, 2, [sharded.wrapped], ["rwkv6", "rwkv7", "rwkv7a", "mamba2", "gla", "hybrid"])
 
 
 @pytest.mark.slow

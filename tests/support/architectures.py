@@ -32,6 +32,7 @@ def with_mixer(config: Config, mixer) -> Config:
 ARCHITECTURES: dict[str, Config] = {
     "rwkv6": rwkv6(**NARROW, head_size=8, mix_rank=5, decay_rank=6),
     "rwkv7": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8),
+    "rwkv7a": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, embedding_rank=4),
     "rwkv5.0": rwkv5(**NARROW, head_size=8, version="5.0"),
     "rwkv5.1": rwkv5(**NARROW, head_size=8, version="5.1"),
     "rwkv5.2": rwkv5(**NARROW, head_size=8, version="5.2"),

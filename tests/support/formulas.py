@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
-from passing import taken
+from passing import taken, tokens_of
 from public_models import Weights, delta, layer_norm, rms_norm, rwkv5, rwkv6, rwkv7, sigmoid, silu
 from torch import Tensor
 
@@ -34,6 +34,15 @@ def rwkv7_mixer(x: Tensor, w: Weights, config, past: dict) -> Tensor:
 
 def rwkv_channel(x: Tensor, w: Weights, config, past: dict, formula) -> Tensor:
     y = formula.channel_mix(x, past.get("p", torch.zeros_like(x)), w)
+    past["p"] = x
+    return y
+
+
+def rwkv7_channel(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    """``past["values"]`` has the token and its embedding, if it belongs to a model."""
+    values = past["values"] if "values" in past else {"ids": tokens_of(x).item(), "embedded": taken(x)}
+    given = (values["ids"], values["embedded"]) if config.embedding_rank else ()
+    y = rwkv7.channel_mix(x, past.get("p", torch.zeros_like(x)), w, *given)
     past["p"] = x
     return y
 
@@ -168,7 +177,7 @@ MIXERS = {
     "rwkv6": partial(rwkv, formula=rwkv6),
     "rwkv5": partial(rwkv, formula=rwkv5),
     "rwkv7": rwkv7_mixer,
-    "rwkv7_channel": partial(rwkv_channel, formula=rwkv7),
+    "rwkv7_channel": rwkv7_channel,
     "rwkv6_channel": partial(rwkv_channel, formula=rwkv6),
     "rwkv5_channel": partial(rwkv_channel, formula=rwkv5),
     "gla": heads_mixer,
@@ -211,6 +220,7 @@ def literal_logits(config: Config, w: Weights, ids: Tensor) -> Tensor:
         x, values = w["embeddings.weight"][token], {}
         if config.embedding_norm:
             x = norm(x, "embedding_norm")
+        values |= {"ids": token, "embedded": x}
         for i, (mixer, channel) in enumerate(zip(config.mixers, config.channels)):
             for part, one in (("mixer", mixer), ("channel", channel)):
                 if one is not None:

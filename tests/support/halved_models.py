@@ -39,6 +39,9 @@ def enlarged(model: CausalLM, power: int) -> CausalLM:
     for one in (model.embedding_norm or model.embeddings, *last_maps(model).values()):
         for x in one.parameters():
             x.mul_(2.0**power)
+    part = power // 2
+    for name, x in model.named_parameters():  # DeepEmbed: its matrices 2**part times as large, which s1 undoes
+        x.mul_(2.0 ** {"s_emb_x": part - power, "s_emb": part, "s1": -part}.get(name.removesuffix(".weight").rpartition(".")[2], 0))
     for one in (model.norm, *(norm for layer in model.layers for norm in (layer.mixer_norm, layer.channel_norm))):
         if one is not None:
             one.eps *= 4.0**power

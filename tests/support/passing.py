@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers import Mixer
+from penstock.layers.values import IDS
 
 
 def alone(mixer: Mixer) -> Mixer:
@@ -23,7 +24,11 @@ def alone(mixer: Mixer) -> Mixer:
 
         def _given(self, x: Any) -> Any:
             known = isinstance(x, Tensor) and x.is_floating_point()
-            return {name: taken(x)[..., :size] for name, size in self.takes.items()} or None if known else None
+            return (
+                {name: tokens_of(x) if name == IDS else taken(x)[..., :size] for name, size in self.takes.items()} or None
+                if known
+                else None
+            )
 
     mixer.__class__ = Alone
     return mixer
@@ -32,3 +37,8 @@ def alone(mixer: Mixer) -> Mixer:
 def taken(x: Tensor) -> Tensor:
     """Values of tokens x [...,C]."""
     return torch.tanh(x).flip(-1)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """Tokens [...,1] from 0 to 7, for x [...,C] of any dtype."""
+    return ((x[..., :3] > 0) * torch.tensor([1, 2, 4], device=x.device)).sum(-1, keepdim=True)

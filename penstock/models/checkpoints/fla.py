@@ -273,7 +273,8 @@ def refuses(config: Config) -> str | None:
     if any(one.qk_norm or one.head_dim or one.rope_theta is None for one in attention) or len({one.max_length for one in attention}) > 1:
         return "its softmax attention has rotary embeddings, no norms, heads of hidden_size / num_heads and one max_length"
     if isinstance(mixer, RWKV7Config):
-        return rwkv7.fla_refuses(config, mixer)
+        assert isinstance(channel, RWKV7ChannelConfig)
+        return rwkv7.fla_refuses(config, mixer, channel)
     if isinstance(mixer, RWKV6Config):
         if mixer.tuned_state:
             return "its sequences begin with states of zeros"

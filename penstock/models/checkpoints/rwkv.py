@@ -38,8 +38,7 @@ LONG = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 """Endings of ``time_mix_`` in the remote code."""
 VARIANT = "RWKV-6 of another variant than x060 (x060a, x060b or later)"
 OTHERS = {
-    "qkv.qq.weight": "RWKV-7 of another variant than x070 (rwkv7b, with attention)",
-    "ffn.s_emb.weight": "RWKV-7 of another variant than x070 (rwkv7a, with DeepEmbed)",
+    "qkv.qq.weight": "RWKV-7 of another variant (rwkv7b, with attention)",
     "att.gate_w1": VARIANT,
     "att.time_maa_rkvw_w1": VARIANT,
     "att.time_maa_rkvw": VARIANT,
@@ -56,7 +55,7 @@ def blinkdl_rows(config: Config, archive: Archive | None = None, name: Callable[
         ours, theirs = f"layers.{n}.", f"blocks.{n}."
         rows += norms(config, f"{ours}mixer_norm", f"{theirs}ln1") + norms(config, f"{ours}channel_norm", f"{theirs}ln2")
         if isinstance(mixer, RWKV7Config):
-            rows += rwkv7.blinkdl_rows(mixer, n, archive, name)
+            rows += rwkv7.blinkdl_rows(config, n, archive, name)
             continue
         if isinstance(mixer, RWKV5Config):
             names, channel = (*MIXER, *RWKV5_MIXER, *(RWKV5_GATE if mixer.version != "5.0" else ())), RWKV5_CHANNEL
@@ -134,9 +133,8 @@ def _count(heads: int, size: int, hidden_size: int) -> int | None:
 
 def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
     complaints = Complaints("load")
-    remedy = "Supported are RWKV-5.0, 5.1 and 5.2, RWKV-6 (x060) and RWKV-7 (x070)."
+    remedy = "Supported are RWKV-5.0, 5.1 and 5.2, RWKV-6 (x060) and RWKV-7 (x070 and rwkv7a)."
     found = {model: tensor for tensor, model in OTHERS.items() if archive.has(name(f"blocks.{{}}.{tensor}"))}
-    found = dict(list(found.items())[:1])  # rwkv7b has the tensors of rwkv7a, too
     if not found and not archive.has(name("blocks.{}.att.ln_x.weight")):
         found = {"RWKV-4 or older": "no att.ln_x.weight"}
     for model, tensor in found.items():

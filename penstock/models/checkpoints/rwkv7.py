@@ -18,6 +18,8 @@ LOW_RANK = "wavg"
 """The letters of low-rank maps: decay, in-context learning rate, layer 0's values, gate. The first layer has no "v", and "g" no bias."""
 PLAIN = ("k_k", "k_a", "r_k", "receptance.weight", "key.weight", "value.weight", "output.weight", "ln_x.weight", "ln_x.bias")
 CHANNEL = ("x_k", "key.weight", "value.weight")
+DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")
+"""Tensors of channel mixes with DeepEmbed (rwkv7a)."""
 UNUSED = tuple(f"blocks.0.{mix}.v{one}" for mix in ("att", "attention") for one in range(3))
 """Weights of the first layer that some files have and no formula uses."""
 FLA_UNUSED = tuple(f"model.layers.0.attn.v_lora.lora.{one}" for one in ("0.weight", "2.weight", "2.bias"))
@@ -33,9 +35,10 @@ def low_rank(layer: int) -> str:
     return LOW_RANK if layer else LOW_RANK.replace("v", "")
 
 
-def blinkdl_rows(mixer: RWKV7Config, layer: int, archive: Archive | None, name: Callable[[str], str]) -> list[Row]:
+def blinkdl_rows(config: Config, layer: int, archive: Archive | None, name: Callable[[str], str]) -> list[Row]:
     """The tensors of one layer without its norms, in BlinkDL's names. Files of web-rwkv have swapped axes."""
-    ours, theirs = f"layers.{layer}.", f"blocks.{layer}."
+    ours, theirs, mixer, channel = f"layers.{layer}.", f"blocks.{layer}.", config.mixers[layer], config.channels[layer]
+    assert isinstance(mixer, RWKV7Config) and isinstance(channel, RWKV7ChannelConfig)  # noqa: PT018
     web = archive is not None and _by_web_rwkv(archive, name)
     biases = [f"{one}0" for one in low_rank(layer) if one != "g"]
     rows = [same(f"{ours}mixer.{one}", f"{theirs}att.{one}") for one in (*SHIFTS, *biases, *PLAIN)]
@@ -44,7 +47,8 @@ def blinkdl_rows(mixer: RWKV7Config, layer: int, archive: Archive | None, name: 
     if mixer.tuned_state:  # stored V x K
         names = (f"{ours}mixer.time_state",), (f"{theirs}att.time_state",)
         rows.append(Row(*names) if web else Row(*names, lambda x: (x.transpose(1, 2),), lambda x: (x.transpose(1, 2),)))
-    return rows + [same(f"{ours}channel.{one}", f"{theirs}ffn.{one}") for one in CHANNEL]
+    parts = CHANNEL if channel.embedding_rank is None else (*CHANNEL, *DEEP_EMBED)
+    return rows + [same(f"{ours}channel.{one}", f"{theirs}ffn.{one}") for one in parts]
 
 
 def _by_web_rwkv(archive: Archive, name: Callable[[str], str]) -> bool:
@@ -63,7 +67,16 @@ def blinkdl_mixers(archive: Archive, name: Callable[[str], str]) -> tuple[RWKV7C
             ranks[one] = archive.shape(name(f"{mixing}{one}1"), "C D")[0 if web else 1]
     width, C = archive.shape(name("blocks.{}.ffn.key.weight"), "F C")
     tuned = archive.has(name(f"{mixing}time_state"))
-    return _mixer(heads, size, C, ranks, 64e-5, tuned), RWKV7ChannelConfig(width)
+    return _mixer(heads, size, C, ranks, 64e-5, tuned), RWKV7ChannelConfig(width, *_deep_embed(archive, name))
+
+
+def _deep_embed(archive: Archive, name: Callable[[str], str]) -> tuple[int, int] | tuple[()]:
+    """``embedding_rank`` and ``vocab_size`` of channel mixes with DeepEmbed."""
+    if not any(archive.has(name(f"blocks.{{}}.ffn.{one}")) for one in DEEP_EMBED):
+        return ()
+    _, rank = archive.shape(name("blocks.{}.ffn.s1"), "C E")
+    vocab_size, _ = archive.shape(name("emb.weight"), "V C")
+    return rank, vocab_size
 
 
 def _mixer(heads: int, size: int, hidden_size: int, ranks: dict[str, int], eps: float, tuned: bool = False) -> RWKV7Config:
@@ -113,8 +126,10 @@ def fla_config(archive: Archive, sizes: dict[str, Any]) -> Config:
     )  # fmt: skip
 
 
-def fla_refuses(config: Config, mixer: RWKV7Config) -> str | None:
+def fla_refuses(config: Config, mixer: RWKV7Config, channel: RWKV7ChannelConfig) -> str | None:
     """Why fla's layout does not support an RWKV-7, or None."""
+    if channel.embedding_rank is not None:
+        return "its channel mixes have no DeepEmbed"
     if mixer.tuned_state:
         return "its sequences begin with states of zeros"
     if config.norm != "layer_norm":

@@ -110,6 +110,6 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
 
     def set_input_embeddings(self, value: Any) -> None:
         """Replace them; their number is the new vocab_size."""
+        self._sizes = replace(self._sizes, vocab_size=value.num_embeddings)  # raises for layers with other tables
         self.embeddings = value
-        self._sizes = replace(self._sizes, vocab_size=value.num_embeddings)
         self.config.model["vocab_size"] = value.num_embeddings

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...errors import Complaints, RangeError, ShapeError, described, shortened
 from ..causal_lm import CausalLM
+from ..config import Config
 from .configuration import PenstockConfig, config_of
 from .hub import Arguments, arguments_of
 
@@ -69,6 +70,15 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             if names:
                 complaints.add(RangeError, "adapter", rule, f"{value} {shortened(', '.join(names))}")
         complaints.raise_any()
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *arguments: Any, **options: Any) -> nn.Embedding:
+        """Of transformers. Raises RangeError if layers have tables of tokens, which would keep their size."""
+        sizes, complaints = Config.from_dict(self.config.model), Complaints("resize_token_embeddings")
+        for one in dict.fromkeys(sizes.channels):
+            if one is not None and new_num_tokens is not None:
+                one.check_vocab_size(complaints, new_num_tokens)
+        complaints.raise_any()
+        return super().resize_token_embeddings(new_num_tokens, *arguments, **options)
 
     @classmethod
     def _plain(cls) -> Any:

@@ -53,6 +53,9 @@ def _published() -> dict[str, Published]:
     found["blinkdl rwkv7 with unused weights"] = Published(partial(write_pth, first), partial(rwkv7.logits, first), formats)
     found["blinkdl rwkv7 with states"] = Published(partial(write_pth, tuned), partial(rwkv7.logits, tuned), formats)
     found["blinkdl rwkv7 wide"] = Published(partial(write_pth, wide), partial(rwkv7.logits, wide), ("blinkdl", "fla"))
+    deep = rwkv7.draw(deep=3)
+    found["blinkdl rwkv7a"] = Published(partial(write_pth, deep), partial(rwkv7.logits, deep), formats)
+    found["blinkdl rwkv7a of safetensors"] = Published(partial(rwkv7.write_st, deep), partial(rwkv7.logits, deep), formats)
     for name, one in {"": w, " with states": tuned}.items():
         found[f"web-rwkv rwkv7{name}"] = Published(partial(rwkv7.write_st, rwkv7.web_rwkv(one)), partial(rwkv7.logits, one), formats)
     write = partial(write_safetensors, rwkv7.hf_names(first), rwkv7.hf_config(first), shards=2)

@@ -11,8 +11,11 @@ from public_models import Weights, below, depth, doubled, layer_norm, sigmoid
 LOW_RANK = {"w": 5, "a": 4, "v": 3, "g": 6}
 
 
-def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False) -> Weights:
-    """Random weights of a small model; ``first``: also the unused v0, v1 and v2 of layer 0, which some files have."""
+def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False, deep: int = 0) -> Weights:
+    """Random weights of a small model; ``first``: also the unused v0, v1 and v2 of layer 0, which some files have.
+
+    ``deep``: with DeepEmbed (rwkv7a), whose matrices of tokens have this size.
+    """
     generator, vocab_size, A, F = torch.Generator().manual_seed(7), 13, C, 40
 
     def random(*shape: int, size: float = 0.3, mean: float = 0.0) -> Tensor:
@@ -32,6 +35,9 @@ def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False) -> W
         w |= {f"{att}{one}.weight": random(A, C) for one in ("receptance", "key", "value")} | {f"{att}output.weight": random(C, A)}
         w |= {f"{att}ln_x.weight": random(A, mean=1.0), f"{att}ln_x.bias": random(A)}
         w |= {f"{ffn}x_k": random(1, 1, C, mean=0.5), f"{ffn}key.weight": random(F, C), f"{ffn}value.weight": random(C, F)}
+        if deep:
+            w |= {f"{ffn}s_emb.weight": random(vocab_size, deep * deep), f"{ffn}s_emb_x.weight": random(deep * deep, C)}
+            w |= {f"{ffn}s1": random(C, deep), f"{ffn}s2": random(deep, F), f"{ffn}s0": random(1, 1, F, mean=1.0)}
     return w | {"ln_out.weight": random(C, mean=1.0), "ln_out.bias": random(C), "head.weight": random(vocab_size, C)}
 
 
@@ -62,8 +68,15 @@ def time_mix(x: Tensor, p: Tensor, S: Tensor, w: Weights, first: Tensor | None, 
     return w["output.weight"] @ (torch.cat(outputs) * gate), torch.stack(states), own
 
 
-def channel_mix(x: Tensor, p: Tensor, w: Weights) -> Tensor:
-    return w["value.weight"] @ (w["key.weight"] @ (x + (p - x) * w["x_k"].reshape(-1))).clamp(min=0) ** 2
+def channel_mix(x: Tensor, p: Tensor, w: Weights, token: int = 0, embedded: Tensor | None = None) -> Tensor:
+    """``embedded``: the normed embedding of the token, for DeepEmbed."""
+    squares = (w["key.weight"] @ (x + (p - x) * w["x_k"].reshape(-1))).clamp(min=0) ** 2
+    if embedded is not None:
+        E = w["s1"].shape[1]
+        table = (w["s_emb.weight"][token] + w["s_emb_x.weight"] @ embedded).reshape(E, E)
+        factors = [sum(w["s1"][:, i] @ x * table[i, j] for i in range(E)) for j in range(E)]
+        squares = squares * (w["s2"].T @ torch.stack(factors) + w["s0"].reshape(-1))
+    return w["value.weight"] @ squares
 
 
 def with_time_state(w: Weights, seed: int = 8) -> Weights:
@@ -158,7 +171,8 @@ def logits(w: Weights, ids: Tensor, norm_eps: float = 1e-5, group_norm_eps: floa
     states = [w.get(f"blocks.{i}.att.time_state", torch.zeros(H, n, n, dtype=torch.float64)) for i in range(layers)]
     found = []
     for token in ids.tolist():
-        x, first = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0", norm_eps), None
+        embedded = x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0", norm_eps)
+        first, deep = None, "blocks.0.ffn.s1" in w
         for i in range(layers):
             block = below(w, f"blocks.{i}.")
             normed = layer_norm(x, block, "ln1", norm_eps)
@@ -166,6 +180,7 @@ def logits(w: Weights, ids: Tensor, norm_eps: float = 1e-5, group_norm_eps: floa
             first = own if i == 0 else first
             x, before[i][0] = x + y, normed
             normed = layer_norm(x, block, "ln2", norm_eps)
-            x, before[i][1] = x + channel_mix(normed, before[i][1], below(block, "ffn.")), normed
+            y = channel_mix(normed, before[i][1], below(block, "ffn."), token, embedded if deep else None)
+            x, before[i][1] = x + y, normed
         found.append(w["head.weight"] @ layer_norm(x, w, "ln_out", norm_eps))
     return torch.stack(found)
