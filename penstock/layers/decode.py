@@ -51,15 +51,7 @@ def refuses_step(sequences: Sequences) -> str | None:
 
 def refuses_native_step(function: str, tensors: Sequence[Tensor | None], pool: Tensor, sequences: Sequences) -> str | None:
     """Why a native kernel does not compute a decode step of these tensors, the pool aside, or None."""
-    if (
-        why := refusal_of_native(
-            function,
-            (
-                *tensors,
-                pool,
-            ),
-        )
-    ) is not None:
+    if (why := refusal_of_native(function, (*tensors, pool))) is not None:
         return why
     if (why := refuses_update(sequences)) is not None:
         return why
