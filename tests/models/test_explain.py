@@ -46,7 +46,7 @@ def test_every_call_of_a_chain_is_explained(name, mode):
         assert all(why in text for _, why in one.reasons)
     operations = [one for one in found.choices if isinstance(one, Operation)]
     mixers = sum(1 for layer in model.layers for one in [layer.mixer] if type(one).__name__ != "WindowMean")
-    fused = sum(1 for one in found.choices if isinstance(one, Choice) and one.chain == "rwkv7_step" and one.form != "parts")
+    fused = sum(1 for one in found.choices if isinstance(one, Choice) and one.chain in ("rwkv_step", "rwkv7_step") and one.form != "parts")
     assert len(operations) == mixers - fused
 
 
