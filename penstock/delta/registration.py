@@ -51,6 +51,12 @@ def _rounded_in_place(bits: int) -> Sequence[Callable[[Any], Tensors]]:
     return rounded.advances(bits)
 
 
+def _compiled(arch: str) -> Sequence[Any]:
+    from .triton.ahead import configurations  # needs Triton
+
+    return configurations(arch)
+
+
 CANONICAL = (False, False, False, None)
 """Options of calls without raw inputs."""
 register(
@@ -67,5 +73,6 @@ register(
         _draw,
         _step,
         _loop,
+        compiled=_compiled,
     )
 )

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.call import versions
 from penstock.cli import main
+from penstock.delta.triton import ahead as delta_ahead
 from penstock.gpu import hopper
 from penstock.gpu.target import Target
 from penstock.gpu.targets import SMALL, TARGETS
@@ -172,7 +173,7 @@ def test_the_record_has_every_launch_and_no_other(arch):
 
 def test_small_gpus_have_every_kernel():
     assert {one.name for one in configurations("sm_86") if not isinstance(one, ChainCall)} == {
-        *ahead.IN_PART, *(one.name for one in softmax_ahead.IN_PART)
+        *ahead.IN_PART, *delta_ahead.IN_PART, *(one.name for one in softmax_ahead.IN_PART)
     }  # fmt: skip
     small, large = ({job.kernel for one in configurations(arch) for _, job in launches(one, TARGETS[arch])} for arch in ("sm_86", "sm_80"))
     assert small == large
