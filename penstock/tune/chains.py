@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..gpu.target import Target
-from ..layers.chains import CHAINS, ChainForm
+from ..layers.chains import CHAINS, ChainForm, no_kernels
 from ..layers.examples import Draw, Example
 from ..layers.triton import launches_for
 from ..verify.chains import chains, tensors
@@ -65,6 +65,6 @@ def _run(chain: str, form: str, example: Example) -> None:
 
 def chain_calls() -> tuple[ChainCall, ...]:
     """All forms that launch kernels, in each of ``DTYPES`` in which they have examples."""
-    forms = ((chain, form) for chain in chains() for form in chain.forms if not form.compiles)
+    forms = ((chain, form) for chain in chains() for form in chain.forms if form.kernels is not no_kernels)
     every = (ChainCall(chain.name, form.name, dtype) for chain, form in forms for dtype in DTYPES)
     return tuple(one for one in every if one.examples)

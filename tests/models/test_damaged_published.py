@@ -45,6 +45,8 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor | None], str]] = {
 
 FIRST_VALUES = re.compile(r"\.1\.(att|attention|attn)\.v(1|_lora\.lora\.0\.weight)$")
 """Layer 1 of RWKV-7 is the first with a map of layer 0's values."""
+UNUSED = re.compile(r"blocks\.0\.att\.v[012]$")
+"""Tensors of RWKV-7 that some files have and nothing reads."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -55,7 +57,7 @@ def test_each_tensor_that_is_wrong_is_named(name: str, every: bool, tmp_path: Pa
     count = 0
     for file in files_of(path):
         w = read_file(file)
-        for one in sorted(w):
+        for one in sorted(name for name in w if not UNUSED.search(name)):
             for n, (kind, (change, message)) in enumerate(CHANGES.items()):
                 count += 1
                 tied = ("embedding" in one and kind == "one row more") or (one, kind) == ("lm_head.weight", "missing")  # may be a model
