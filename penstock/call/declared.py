@@ -214,10 +214,16 @@ class Declared(Generic[P]):
         wanted = problem.seen.kind.returned
         if saved and self.saves and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
-        return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
+        return [_own(x) if some and x is not None else None for x, some in zip(results, wanted)], kept
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none. Not differentiable."""
         whole = problem.whole
         found = without_autocast(problem.first, self.choice(whole, "backward", impl).gradients, whole, upstream)
-        return [None if x is None else x.contiguous() for x in problem.shared(found)]
+        return [None if x is None else _own(x) for x in problem.shared(found)]
+
+
+def _own(x: Tensor) -> Tensor:
+    """x, contiguous and, for autograd, no view: it refuses changes in place of views that a function of several results returns."""
+    x = x.contiguous()
+    return x if x._base is None or x.requires_grad else x.detach()

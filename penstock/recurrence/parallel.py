@@ -70,8 +70,8 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
         finals.append(final)
     if not outputs:
         return torch.zeros_like(problem.v), S.clone()
-    output = torch.cat([o[None] for o in outputs], int(packed))  # not torch.stack: a view for lazy tensors
-    return problem.back_in_time(output.to(problem.v.dtype), torch.cat([x[None] for x in finals]))
+    output = torch.cat(outputs)[None] if packed else torch.stack(outputs)
+    return problem.back_in_time(output.to(problem.v.dtype), torch.stack(finals))
 
 
 IMPLEMENTATION = Implementation(

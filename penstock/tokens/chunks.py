@@ -88,7 +88,7 @@ class Chunks:
 
     def tokens(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
         """[R, H, C, V] back to [B, T, H, V]."""
-        return rows.transpose(1, 2).flatten(0, 1)[self.place.view(*shape[:2])]  # no view: callers may change it in place
+        return rows.transpose(1, 2).flatten(0, 1)[self.place].view(shape)
 
     def write(self, rows: Tensor, part: slice, x: Tensor) -> None:
         """Write a part of the rows to their tokens in x [B, T, H, *], which must be contiguous."""

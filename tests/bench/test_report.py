@@ -84,7 +84,7 @@ def test_records_with_wrong_times_are_refused(tmp_path, name, value):
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock-lm\[plot\]'"):
         plot_measurements([], tmp_path / "a.png")
 
 

@@ -24,5 +24,5 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"penstock\[demo\]"):
+    with pytest.raises(MissingExtra, match=r"penstock-lm\[demo\]"):
         serve.ask(tmp_path / "a.pth", "abc")
