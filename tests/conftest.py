@@ -81,7 +81,7 @@ def no_native_kernels(monkeypatch):
     from penstock.layers.cpu import linear
 
     monkeypatch.setattr(cpu, "unavailable", lambda *functions: "the native library is turned off")
-    monkeypatch.setattr(linear, "AVAILABLE", False)
+    monkeypatch.setattr(linear, "UNAVAILABLE", "the native library is not used")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from ..call.autocast import autocasting, cast
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
 from .chains import native as native_form
-from .cpu import absent
 from .cpu import linear as native
 from .cpu import refusal as refusal_of_native
 from .examples import HALF, Draw, examples
@@ -134,7 +133,7 @@ def _refuses_native(c: _Linear) -> str | None:
     if c.why is not None:
         return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
-        return absent("products", c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
+        return native.absent(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
     return why
 
 
@@ -188,7 +187,7 @@ LINEAR: Chain[_Linear, Tensor] = Chain(
     plain(
         "native", _by_native, _refuses_native,
         (*examples(_draw, gradients=False), *examples(partial(_draw, rows=70), gradients=False, within=rows_alike)),
-        partial(absent, "products"),
+        native.absent,
     ),
     ChainForm(
         "products", lambda c: c.added(products(_as_linears(c))[0]), _refuses_products_of, lambda c: products_kernels(_as_linears(c)),

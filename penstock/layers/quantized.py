@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from ..call import private
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
-from .cpu import absent
 from .cpu import linear as native
 from .examples import EVERY, HALF, Draw, Example, examples
 from .modes import Mode, in_graph, mode, rows_alike
@@ -106,7 +105,7 @@ def _refuses(c: _Call) -> str | None:
 
 
 def _refuses_native(c: _Call) -> str | None:
-    if (why := absent("products", c.x.device) or _refuses(c)) is not None:
+    if (why := native.absent(c.x.device) or _refuses(c)) is not None:
         return why
     if native.takes_quantized(c.x, c.weight, c.where.alike):
         return None
@@ -184,7 +183,7 @@ def of_kinds(draw: Any, *dtypes: torch.dtype, **options: Any) -> tuple[Example, 
 _MANY = partial(_draw, rows=70)
 QUANTIZED_LINEAR: Chain[_Call, Tensor] = Chain(
     "quantized_linear",
-    plain("native", _by_native, _refuses_native, (*of_kinds(_draw), *of_kinds(_MANY, within=rows_alike)), partial(absent, "products")),
+    plain("native", _by_native, _refuses_native, (*of_kinds(_draw), *of_kinds(_MANY, within=rows_alike)), native.absent),
     ChainForm(
         "products", _products, _refuses_products, lambda c: ("penstock_quantized_products",),
         (*of_kinds(_draw, *HALF, within=in_graph), *of_kinds(partial(_draw, rows=1), *HALF), *of_kinds(_MANY, *HALF, within=rows_alike)),

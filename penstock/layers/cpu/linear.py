@@ -15,7 +15,7 @@ from ...cpu import DTYPES, run, unavailable
 from ..modes import mode
 from ..quantization import Quantized
 
-AVAILABLE = unavailable("products") is None
+UNAVAILABLE = unavailable("products")
 """Determined at import, because compiled graphs cannot trace it."""
 ROWS = 32
 """Products with fewer rows than this use the kernel. On a core of Zen 3, it is 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch with MKL
@@ -62,6 +62,13 @@ class Product(NamedTuple):
     """Whether the weight is given as [K,N], contiguous."""
 
 
+def absent(device: torch.device) -> str | None:
+    """Why a device has no kernel, or None. Compiled graphs may ask."""
+    if device.type != "cpu":
+        return f"its tensors are on {device.type}, it works on a CPU"
+    return UNAVAILABLE
+
+
 def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
     """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows, or ``many``, of one dtype on a CPU."""
     return (
@@ -74,7 +81,7 @@ def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
         and (many or 1 in weight.stride())
         and x.device == weight.device
         and x.device.type == "cpu"
-        and AVAILABLE
+        and UNAVAILABLE is None
     )
 
 
@@ -88,7 +95,7 @@ def takes_quantized(x: Tensor, weight: Quantized, many: bool = False) -> bool:
         and (many or x.numel() < ROWS * x.shape[-1])
         and all(part.is_contiguous() and part.numel() > 0 and part.device == x.device for part in weight)
         and x.device.type == "cpu"
-        and AVAILABLE
+        and UNAVAILABLE is None
     )
 
 
