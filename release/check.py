@@ -78,12 +78,12 @@ def record_faults(record: str, files: dict[str, bytes]) -> Iterable[str]:
 
 def wheel_faults(wheel: Path, sources: dict[str, bytes]) -> Iterable[str]:
     """What is wrong with a wheel. Sources: the files of the source archive."""
-    name, version, _, tags = parse_wheel_filename(wheel.name)
+    _, version, _, tags = parse_wheel_filename(wheel.name)
     (tag,) = (one.platform for one in tags)
     with zipfile.ZipFile(wheel) as packed:
         times = {one.date_time for one in packed.infolist()}
         files = {one: packed.read(one) for one in packed.namelist()}
-    about = f"{name}-{version}.dist-info"
+    about = f"{wheel.name.partition('-')[0]}-{version}.dist-info"
     package = {one for one in files if not one.startswith(f"{about}/")}
     wanted = expected(sources, tag)
     yield from (f"{one} is missing" for one in sorted(wanted - package))

@@ -85,12 +85,12 @@ def test_search_paths_and_executable_stacks_are_faults(tmp_path):
 def written(folder, content, changes=()):
     """A wheel of SOURCES, with some of its files changed (None: left out) after RECORD was made."""
     files = {"penstock/__init__.py": SOURCES["penstock/__init__.py"], f"penstock/cpu/native/{check.library(LINUX)}": content}
-    files["penstock-1.0.dist-info/METADATA"] = METADATA
-    files["penstock-1.0.dist-info/WHEEL"] = f"Tag: py3-none-{LINUX}\n".encode()
+    files["penstock_lm-1.0.dist-info/METADATA"] = METADATA
+    files["penstock_lm-1.0.dist-info/WHEEL"] = f"Tag: py3-none-{LINUX}\n".encode()
     hashes = {name: base64.urlsafe_b64encode(hashlib.sha256(one).digest()).rstrip(b"=").decode() for name, one in files.items()}
-    record = "".join(f"{name},sha256={hashes[name]},{len(one)}\n" for name, one in files.items()) + "penstock-1.0.dist-info/RECORD,,\n"
-    files["penstock-1.0.dist-info/RECORD"] = record.encode()
-    wheel = folder / f"penstock-1.0-py3-none-{LINUX}.whl"
+    record = "".join(f"{name},sha256={hashes[name]},{len(one)}\n" for name, one in files.items()) + "penstock_lm-1.0.dist-info/RECORD,,\n"
+    files["penstock_lm-1.0.dist-info/RECORD"] = record.encode()
+    wheel = folder / f"penstock_lm-1.0-py3-none-{LINUX}.whl"
     with zipfile.ZipFile(wheel, "w") as packed:
         for name, one in (files | dict(changes)).items():
             if one is not None:
@@ -109,7 +109,7 @@ def test_faults_of_a_wheel(tmp_path, monkeypatch):
 
     place = {
         "code": "penstock/__init__.py", "library": library, "header": "penstock/cpu/native/rows.h",
-        "about": "penstock-1.0.dist-info/METADATA", "tag": "penstock-1.0.dist-info/WHEEL",
+        "about": "penstock_lm-1.0.dist-info/METADATA", "tag": "penstock_lm-1.0.dist-info/WHEEL",
     }  # fmt: skip
     assert not faults()
     assert faults(code=None) == ["penstock/__init__.py is missing"]
@@ -137,7 +137,7 @@ def test_the_functions_are_those_that_are_launched():
 
 
 def test_the_bill_of_materials_has_files_bundled_packages_and_tools(tmp_path):
-    archive = tmp_path / "penstock-1.0.tar.gz"
+    archive = tmp_path / "penstock_lm-1.0.tar.gz"
     archive.write_bytes(b"sources")
     requirements, notices = (wheels.ROOT / "release" / "requirements.txt").read_text(), (wheels.ROOT / bill.BUNDLED).read_text()
     text = bill.bill([archive], requirements, notices, 0)
