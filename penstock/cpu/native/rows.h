@@ -152,4 +152,22 @@ __attribute__((unused)) static void store_row(const tensor *x, int64_t at, int64
     }
 }
 
+/* The same of n elements in a row, from element `at` on. */
+static inline void load_at(float *to, void *x, int64_t dtype, int64_t at, int64_t n) {
+    tensor row = {x, dtype, {0}};
+    load_row(to, &row, at, 1, n);
+}
+
+static inline void store_at(void *x, int64_t dtype, int64_t at, const float *from, int64_t n) {
+    tensor row = {x, dtype, {0}};
+    store_row(&row, at, 1, from, n);
+}
+
+/* The sum of products of n elements, padded with zeros. */
+__attribute__((unused)) static float dot(const float *a, const float *b, int64_t n) {
+    vec total = {};
+    for (int64_t i = 0; i < n; i += LANES) total += load(a + i) * load(b + i);
+    return sum_lanes(total);
+}
+
 #endif

@@ -50,18 +50,13 @@ static void load_input(const product *p, float *x, int64_t Kp) {
     }
 }
 
-static void load_operand(float *to, void *from, int64_t dtype, int64_t at, int64_t n) {
-    tensor x = {from, dtype, {0}};
-    load_row(to, &x, at, 1, n);
-}
-
 /* Stores sums of row m, of at most MOST outputs n and on. */
 static void store_outputs(const product *p, float *sum, int64_t m, int64_t n, int64_t count) {
     float first[MOST + LANES], second[MOST + LANES], mu[MOST + LANES];
     int64_t at = m * p->N + n;
     if (p->weight_dtype == INT8) for (int64_t i = 0; i < count; i++) sum[i] *= ((const float *)p->scales)[n + i];
-    if (p->after >= GATED) load_operand(first, p->first, p->dtype, at, count);
-    if (p->after == SHIFTED) load_operand(second, p->second, p->dtype, at, count), load_operand(mu, p->mu, p->mu_dtype, n, count);
+    if (p->after >= GATED) load_at(first, p->first, p->dtype, at, count);
+    if (p->after == SHIFTED) load_at(second, p->second, p->dtype, at, count), load_at(mu, p->mu, p->mu_dtype, n, count);
     for (int64_t i = 0; p->after && i < count; i += LANES) {
         vec y = load(sum + i), a = load(first + i);
         if (p->after == RELU_SQUARED) y = choose(y < splat(0), splat(0), y), y *= y; /* NaN stays NaN */
@@ -69,8 +64,7 @@ static void store_outputs(const product *p, float *sum, int64_t m, int64_t n, in
         else y = a + (load(second + i) - a) * (load(mu + i) + y);
         store(sum + i, y);
     }
-    tensor y = {p->y, p->dtype, {0}};
-    store_row(&y, at, 1, sum, count);
+    store_at(p->y, p->dtype, at, sum, count);
 }
 
 #endif

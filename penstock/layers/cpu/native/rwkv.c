@@ -3,6 +3,8 @@
  *
  * A unit of work is a head of a token. Threads take units from a shared counter. A unit has the same operations whatever the others are. */
 #include "activations.h"
+#include "norm.h"
+#include "sequences.h"
 
 typedef struct {
     void *r, *k, *v, *gate, *low, *y; /* r, k and low [R,H,K], v, gate and y [R,H,V], contiguous; low, of the log decay, may be NULL */
@@ -17,17 +19,6 @@ typedef struct {
 
 typedef struct { float *r, *k, *u, *w, *whole, *low, *v, *gate, *o, *weight, *shift, *S; } rows;
 enum { ROWS = 11 };
-
-static void read_at(float *to, void *from, int64_t at, int64_t n, int64_t dtype) {
-    tensor x = {from, dtype, {0}};
-    load_row(to, &x, at, 1, n);
-}
-
-static float sum_of(const float *x, const float *y, int64_t n) {
-    vec total = splat(0);
-    for (int64_t i = 0; i < n; i += LANES) total += load(x + i) * load(y + i);
-    return sum_lanes(total);
-}
 
 /* Columns c and on: the output of the state before the token, with the share of the token, and the new state. */
 INLINE void recur(rows m, int64_t K, int64_t Vp, int64_t c, float share) {
@@ -44,12 +35,7 @@ INLINE void recur(rows m, int64_t K, int64_t Vp, int64_t c, float share) {
 
 /* The norm of the output, times silu of the gate. */
 static void finish(const step *p, rows m, int64_t Vp) {
-    float total = 0;
-    vec sum = splat(0);
-    for (int64_t i = 0; i < Vp; i += LANES) sum += load(m.o + i); /* padded with zeros */
-    total = sum_lanes(sum) / p->V;
-    for (int64_t i = 0; i < p->V; i++) m.o[i] -= total;
-    vec scale = splat((float)(1 / __builtin_sqrt((double)sum_of(m.o, m.o, Vp) / p->V + p->eps)));
+    vec scale = norm_factor(m.o, p->V, 1, p->eps);
     for (int64_t i = 0; i < Vp; i += LANES) {
         vec gate = load(m.gate + i);
         store(m.o + i, (load(m.o + i) * scale * load(m.weight + i) + load(m.shift + i)) * (gate * sigmoid(gate)));
@@ -58,17 +44,17 @@ static void finish(const step *p, rows m, int64_t Vp) {
 
 static void one_head(const step *p, rows m, int64_t n, int64_t h) {
     int64_t K = p->K, V = p->V, Kp = padded(K), Vp = padded(V), token = n * p->H + h, slot = p->slots ? p->slots[n] : n;
-    tensor y = {p->y, p->dtype, {0}};
+    tile S = {m.S, Vp};
     if (slot < 0) {
         memset(m.o, 0, (size_t)Vp * 4);
-        store_row(&y, token * V, 1, m.o, V);
+        store_at(p->y, p->dtype, token * V, m.o, V);
         return;
     }
-    read_at(m.r, p->r, token * K, K, p->dtype), read_at(m.k, p->k, token * K, K, p->dtype);
-    read_at(m.v, p->v, token * V, V, p->dtype), read_at(m.gate, p->gate, token * V, V, p->dtype);
-    read_at(m.weight, p->weight, h * V, V, p->weight_dtype), read_at(m.shift, p->shift, h * V, V, p->weight_dtype);
+    load_at(m.r, p->r, p->dtype, token * K, K), load_at(m.k, p->k, p->dtype, token * K, K);
+    load_at(m.v, p->v, p->dtype, token * V, V), load_at(m.gate, p->gate, p->dtype, token * V, V);
+    load_at(m.weight, p->weight, p->weight_dtype, h * V, V), load_at(m.shift, p->shift, p->weight_dtype, h * V, V);
     load_row(m.u, &p->u, h * p->u.stride[0], p->u.stride[1], K), load_row(m.w, &p->bias, h * p->bias.stride[0], p->bias.stride[1], K);
-    if (p->low) read_at(m.low, p->low, token * K, K, p->dtype);
+    if (p->low) load_at(m.low, p->low, p->dtype, token * K, K);
     for (int64_t i = 0; i < Kp; i += LANES) {
         vec bias = p->low ? load(m.w + i) + load(m.low + i) : load(m.w + i);
         exponential decay = exponential_of(-exp_of_any(bias));
@@ -77,14 +63,13 @@ static void one_head(const step *p, rows m, int64_t n, int64_t h) {
         store(m.whole + i, choose(weak, splat(1), splat(0)));
         store(m.u + i, load(m.u + i) * load(m.k + i));
     }
-    int64_t place = slot * p->pool.stride[0] + h * p->pool.stride[1];
-    for (int64_t d = 0; d < K; d++) load_row(m.S + d * Vp, &p->pool, place + d * p->pool.stride[2], p->pool.stride[3], V);
-    for (int64_t d = K; d < Kp; d++) memset(m.S + d * Vp, 0, (size_t)Vp * 4);
-    float share = sum_of(m.r, m.u, Kp);
+    load_state(S, &p->pool, slot, h, K, 0, V);
+    memset(m.S + K * Vp, 0, (size_t)((Kp - K) * Vp) * 4);
+    float share = dot(m.r, m.u, K);
     for (int64_t c = 0; c < Vp; c += LANES) recur(m, Kp, Vp, c, share);
-    for (int64_t d = 0; d < K; d++) store_row(&p->pool, place + d * p->pool.stride[2], p->pool.stride[3], m.S + d * Vp, V);
+    store_state(&p->pool, slot, h, K, 0, V, S);
     finish(p, m, Vp);
-    store_row(&y, token * V, 1, m.o, V);
+    store_at(p->y, p->dtype, token * V, m.o, V);
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */

@@ -3,6 +3,8 @@
  *
  * A unit of work is a head of a token. Threads take units from a shared counter. A unit has the same operations whatever the others are. */
 #include "activations.h"
+#include "norm.h"
+#include "sequences.h"
 
 #define LEAST 1e-12f         /* of the norm of keys, as in torch's normalize */
 #define FASTEST -0.60653066f /* -exp(-1/2), the log decay of sigmoid(raw) = 1 */
@@ -20,21 +22,10 @@ typedef struct {
 typedef struct { float *r, *k, *w, *rate, *v, *mix, *first, *gate, *y, *k_k, *k_a, *r_k, *w0, *a0, *v0, *weight, *shift, *removed, *o, *S; } rows;
 enum { ROWS = 19 };
 
-static inline void read_row(float *to, void *from, int64_t row, int64_t N, int64_t dtype) {
-    tensor x = {from, dtype, {0}};
-    if (from) load_row(to, &x, row * N, 1, N);
-}
-
-static float sum_of(const float *x, const float *y, int64_t n) {
-    vec total = splat(0);
-    for (int64_t i = 0; i < n; i += LANES) total += load(x + i) * load(y + i);
-    return sum_lanes(total);
-}
-
 /* From the tokens: kk in `removed`, b in `rate`, the key in `k`, the factor of the decay minus 1 in `w`, the mixed values in `v`. */
 static void prepare(const step *p, rows m, int64_t Np) {
     for (int64_t i = 0; i < Np; i += LANES) store(m.removed + i, load(m.k + i) * load(m.k_k + i));
-    float norm = __builtin_sqrtf(sum_of(m.removed, m.removed, Np));
+    float norm = __builtin_sqrtf(dot(m.removed, m.removed, Np));
     vec size = splat(norm < LEAST ? LEAST : norm); /* NaN stays NaN */
     for (int64_t i = 0; i < Np; i += LANES) {
         vec kk = load(m.removed + i) / size, logit = load(m.rate + i) + load(m.a0 + i);
@@ -68,14 +59,9 @@ INLINE void recur(rows m, int64_t Np, int64_t c) {
 
 /* The norm of the output, with the share of the values, times the gate. */
 static void finish(const step *p, rows m, int64_t Np) {
-    vec total = splat(0);
-    for (int64_t i = 0; i < Np; i += LANES) {
-        total += load(m.o + i); /* padded with zeros */
-        store(m.r_k + i, load(m.r_k + i) * load(m.k + i));
-    }
-    float mean = sum_lanes(total) / p->N, share = sum_of(m.r, m.r_k, Np);
-    for (int64_t i = 0; i < p->N; i++) m.o[i] -= mean;
-    vec scale = splat((float)(1 / __builtin_sqrt((double)sum_of(m.o, m.o, Np) / p->N + p->eps)));
+    for (int64_t i = 0; i < Np; i += LANES) store(m.r_k + i, load(m.r_k + i) * load(m.k + i));
+    float share = dot(m.r, m.r_k, Np);
+    vec scale = norm_factor(m.o, p->N, 1, p->eps);
     for (int64_t i = 0; i < Np; i += LANES) {
         vec normed = load(m.o + i) * scale * load(m.weight + i) + load(m.shift + i);
         store(m.y + i, (normed + splat(share) * load(m.v + i)) * load(m.gate + i));
@@ -84,10 +70,10 @@ static void finish(const step *p, rows m, int64_t Np) {
 
 static void one_head(const step *p, rows m, int64_t n, int64_t h) {
     int64_t N = p->N, Np = padded(N), at = n * p->H + h, slot = p->slots ? p->slots[n] : n;
-    tensor y = {p->y, p->dtype, {0}};
+    tile S = {m.S, Np};
     if (slot < 0) {
         memset(m.y, 0, (size_t)Np * 4);
-        store_row(&y, at * N, 1, m.y, N);
+        store_at(p->y, p->dtype, at * N, m.y, N);
         return;
     }
     float *tokens[] = {m.r, m.k, m.w, m.rate, m.v, m.mix, m.first, m.gate};
@@ -95,17 +81,16 @@ static void one_head(const step *p, rows m, int64_t n, int64_t h) {
     float *learned[] = {m.k_k, m.k_a, m.r_k, m.w0, m.a0, m.v0, m.weight, m.shift};
     void *const weights[] = {p->k_k, p->k_a, p->r_k, p->w0, p->a0, p->v0, p->weight, p->shift};
     for (int i = 0; i < 8; i++) {
-        read_row(tokens[i], given[i], at, N, p->dtype);
-        read_row(learned[i], weights[i], h, N, p->weight_dtype);
+        if (given[i]) load_at(tokens[i], given[i], p->dtype, at * N, N);
+        if (weights[i]) load_at(learned[i], weights[i], p->weight_dtype, h * N, N);
     }
-    int64_t place = slot * p->pool.stride[0] + h * p->pool.stride[1];
-    for (int64_t d = 0; d < N; d++) load_row(m.S + d * Np, &p->pool, place + d * p->pool.stride[2], p->pool.stride[3], N);
-    for (int64_t d = N; d < Np; d++) memset(m.S + d * Np, 0, (size_t)Np * 4);
+    load_state(S, &p->pool, slot, h, N, 0, N);
+    memset(m.S + N * Np, 0, (size_t)((Np - N) * Np) * 4);
     prepare(p, m, Np);
     for (int64_t c = 0; c < Np; c += LANES) recur(m, Np, c);
-    for (int64_t d = 0; d < N; d++) store_row(&p->pool, place + d * p->pool.stride[2], p->pool.stride[3], m.S + d * Np, N);
+    store_state(&p->pool, slot, h, N, 0, N, S);
     finish(p, m, Np);
-    store_row(&y, at * N, 1, m.y, N);
+    store_at(p->y, p->dtype, at * N, m.y, N);
 }
 
 /* Every thread of a team calls this; each takes units until none is left. */

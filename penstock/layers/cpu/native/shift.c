@@ -1,7 +1,7 @@
 /* A decode step of a token shift, with the sum and the norm before it: z = norm(x + y), results z + (p - z) mu_i, p the row of a pool.
  *
  * z replaces p. Sums and norms are rounded to the dtype of tokens, as where they are tensors. A unit of work is a token. */
-#include "rows.h"
+#include "norm.h"
 
 enum { MOST_FACTORS = 6 };
 
@@ -16,37 +16,18 @@ typedef struct {
     int64_t threads, next, out_of_memory; /* as in a problem */
 } shift;
 
-static void read_at(float *to, void *from, int64_t at, int64_t n, int64_t dtype) {
-    tensor x = {from, dtype, {0}};
-    load_row(to, &x, at, 1, n);
-}
-
-static void write_at(void *to, int64_t at, const float *from, int64_t n, int64_t dtype) {
-    tensor x = {to, dtype, {0}};
-    store_row(&x, at, 1, from, n);
-}
-
 /* x, rounded to a dtype. */
 static void round_row(float *x, int64_t n, int64_t dtype) {
     if (dtype == BFLOAT16) for (int64_t i = 0; i < n; i++) x[i] = bfloat16_to_float(float_to_bfloat16(x[i]));
     if (dtype == FLOAT16) for (int64_t i = 0; i < n; i++) x[i] = (float)(_Float16)x[i];
 }
 
-/* The sum of a row of n elements, padded with zeros. */
-static float sum_of(const float *x, const float *y, int64_t n) {
-    vec total = splat(0);
-    for (int64_t i = 0; i < n; i += LANES) total += y ? load(x + i) * load(y + i) : load(x + i);
-    return sum_lanes(total);
-}
-
 /* x becomes its norm, not rounded. */
 static void normalise(const shift *p, float *x, float *scale, float *offset) {
     int64_t C = p->C;
-    float mean = p->centre ? sum_of(x, NULL, C) / C : 0;
-    if (p->centre) for (int64_t i = 0; i < C; i++) x[i] -= mean;
-    vec factor = splat((float)(1 / __builtin_sqrt((double)sum_of(x, x, C) / C + p->eps)));
-    read_at(scale, p->weight, 0, C, p->weight_dtype);
-    if (p->bias) read_at(offset, p->bias, 0, C, p->weight_dtype);
+    vec factor = norm_factor(x, C, (int)p->centre, p->eps);
+    load_at(scale, p->weight, p->weight_dtype, 0, C);
+    if (p->bias) load_at(offset, p->bias, p->weight_dtype, 0, C);
     for (int64_t i = 0; i < C; i += LANES) {
         vec z = load(x + i) * factor * load(scale + i);
         store(x + i, p->bias ? z + load(offset + i) : z);
@@ -55,12 +36,12 @@ static void normalise(const shift *p, float *x, float *scale, float *offset) {
 
 static void one_token(const shift *p, int64_t r, float *z, float *last, float *mu, float *mixed) {
     int64_t C = p->C, at = r * C, slot = p->slots ? p->slots[r] : r, row = slot * p->pool.stride[0];
-    read_at(z, p->x, at, C, p->dtype);
+    load_at(z, p->x, p->dtype, at, C);
     if (p->y) {
-        read_at(mixed, p->y, at, C, p->dtype);
+        load_at(mixed, p->y, p->dtype, at, C);
         for (int64_t i = 0; i < C; i += LANES) store(z + i, load(z + i) + load(mixed + i));
         round_row(z, C, p->dtype);
-        write_at(p->total, at, z, C, p->dtype);
+        store_at(p->total, p->dtype, at, z, C);
     }
     normalise(p, z, mixed, mu);
     round_row(z, C, p->dtype);
@@ -70,12 +51,12 @@ static void one_token(const shift *p, int64_t r, float *z, float *last, float *m
         round_row(last, C, p->dtype);
         store_row(&p->pool, row, p->pool.stride[1], z, C);
     }
-    if (p->normed) write_at(p->normed, at, z, C, p->dtype), write_at(p->before, at, last, C, p->dtype);
+    if (p->normed) store_at(p->normed, p->dtype, at, z, C), store_at(p->before, p->dtype, at, last, C);
     const float *from = p->complement ? last : z, *to = p->complement ? z : last;
     for (int64_t n = 0; n < p->count; n++) {
-        read_at(mu, p->mu[n], 0, C, p->mu_dtype);
+        load_at(mu, p->mu[n], p->mu_dtype, 0, C);
         for (int64_t i = 0; i < C; i += LANES) store(mixed + i, load(from + i) + (load(to + i) - load(from + i)) * load(mu + i));
-        write_at(p->mixed, (n * p->R + r) * C, mixed, C, p->dtype);
+        store_at(p->mixed, p->dtype, (n * p->R + r) * C, mixed, C);
     }
 }
 

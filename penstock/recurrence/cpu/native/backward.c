@@ -175,12 +175,6 @@ INLINE int64_t width_of(const problem *p, const workspace *m, int64_t block) {
     return left < m->columns ? left : m->columns;
 }
 
-static float dot(const float *a, const float *b, int64_t n) { /* over whole vectors; both padded with zeros */
-    vec total = {};
-    for (int64_t i = 0; i < n; i += LANES) total += load(a + i) * load(b + i);
-    return sum_lanes(total);
-}
-
 /* dg of one token, or its term in that of a constant decay. */
 static void finish_decay(const problem *p, const sequence *s, int64_t t, int64_t h, const float *dg, double *constant_dg) {
     if (p->constant_decay) {
