@@ -26,6 +26,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 THREAD_WORK = 1 << 16
 """The least multiply-adds per thread: waking a thread takes about 5 us, and a thread computes about 10 multiply-adds per ns."""
 
+TEAM = [(name, ctypes.c_int64) for name in ("threads", "next", "out_of_memory")]
+"""The last fields of the struct of a call: ``run`` sets the first, threads take units of work by the second."""
+
 _Strides = ctypes.c_int64 * 4
 
 
@@ -38,6 +41,11 @@ class Strided(ctypes.Structure):
     def of(cls, x: Tensor) -> Strided:
         """Up to four axes."""
         return cls(x.data_ptr(), DTYPES[x.dtype], _Strides(*x.stride()))
+
+
+def address(x: Tensor | None) -> int | None:
+    """Of the first element."""
+    return None if x is None else x.data_ptr()
 
 
 @cache

@@ -223,6 +223,11 @@ def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
 
 
+def which_is_called(maps: Sequence[Tensor | nn.Module]) -> str:
+    """Why ``plain_weights`` has none of these linear maps."""
+    return f"a linear map {next(filter(None, map(called, maps)))}"
+
+
 def map_after(then: Any) -> tuple[Tensor | None, str | None]:
     """The weight of a linear map whose input a kernel may recompute in the backward pass; or None and why not."""
     if not torch.is_grad_enabled():
@@ -257,7 +262,7 @@ def refuses_natively(c: Linears) -> str | None:
     if not c.inputs[0].is_cpu:
         return "its tensors are not on a CPU"
     if (weights := plain_weights(c.maps)) is None:
-        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+        return which_is_called(c.maps)
     if (why := refusal_of_native("products", (*c.inputs, *weights, c.gate), alike=True)) is not None:
         return why
     x = c.inputs[0]
@@ -286,7 +291,7 @@ def refuses_products(c: Linears) -> str | None:
     if torch.is_grad_enabled():
         return "gradients are on"
     if (weights := plain_weights(c.maps)) is None:
-        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+        return which_is_called(c.maps)
     if (why := refusal(*inputs, *weights, gate)) is not None:
         return why
     x, launch = inputs[0], launching("few_rows_launch")

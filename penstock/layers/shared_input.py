@@ -16,7 +16,6 @@ from .examples import HALF, Draw, examples
 from .linear import (
     Linears,
     as_products,
-    called,
     called_alone,
     drawn_map,
     plain_weights,
@@ -26,6 +25,7 @@ from .linear import (
     products_natively,
     refuses_natively,
     refuses_products,
+    which_is_called,
 )
 from .modes import in_graph
 from .quantization import Kind
@@ -54,7 +54,7 @@ def _refuses_shared_input(c: _LinearsOf) -> str | None:
     if len(c.maps) < 2 or not torch.is_grad_enabled() or not c.x.requires_grad:
         return "there is one map, or no gradient of its input"
     if (weights := plain_weights(c.maps)) is None:
-        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+        return which_is_called(c.maps)
     if not private.fast((c.x, *weights)):
         return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
     return "weights and tokens must have one dtype" if len({product_dtype(one) for one in (c.x, *weights)}) > 1 else None

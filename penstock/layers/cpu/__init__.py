@@ -14,9 +14,14 @@ NARROW = frozenset(DTYPES) - {torch.float64}
 """The dtypes of the kernels."""
 
 
+def elsewhere(device: torch.device) -> str | None:
+    """Why no native kernel works on a device, or None."""
+    return None if device.type == "cpu" else f"its tensors are on {device.type}, it works on a CPU"
+
+
 def absent(function: str, device: torch.device) -> str | None:
     """Why a device has no code of a function of the native library, or None."""
-    return f"its tensors are on {device.type}, it works on a CPU" if device.type != "cpu" else unavailable(function)
+    return elsewhere(device) or unavailable(function)
 
 
 def refusal(function: str, tensors: Sequence[Tensor | None], *, alike: bool = False) -> str | None:
@@ -25,7 +30,7 @@ def refusal(function: str, tensors: Sequence[Tensor | None], *, alike: bool = Fa
     ``alike``: they must have one dtype.
     """
     if not tensors[0].is_cpu:  # type: ignore[union-attr]
-        return f"its tensors are on {tensors[0].device.type}, it works on a CPU"  # type: ignore[union-attr]
+        return elsewhere(tensors[0].device)  # type: ignore[union-attr]
     if (why := unavailable(function)) is not None:
         return why
     if torch.is_grad_enabled():

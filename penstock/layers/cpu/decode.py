@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.derivatives import count_write
-from ...cpu import DTYPES, Strided, run
+from ...cpu import DTYPES, TEAM, Strided, address, run
 
 FACTORS = 6
 """The most factors of ``shifted_norm``."""
@@ -26,7 +26,7 @@ class _Shift(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("R", "C", "count", "dtype", "weight_dtype", "mu_dtype", "centre", "complement")),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("threads", "next", "out_of_memory")),
+        *TEAM,
     ]
 
 
@@ -41,7 +41,7 @@ class _Step(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("R", "H", "K", "V", "dtype", "weight_dtype")),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("threads", "next", "out_of_memory")),
+        *TEAM,
     ]
 
 
@@ -72,11 +72,6 @@ def refuses_step(
     if len({x.dtype for x, _ in sizes}) > 1 or norm[0].dtype != norm[1].dtype:
         return "tokens must have one dtype, weight and bias of the norm, too"
     return None
-
-
-def address(x: Tensor | None) -> int | None:
-    """Of the first element."""
-    return None if x is None else x.data_ptr()
 
 
 def shifted_norm(

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...cpu import DTYPES, run, unavailable
+from ...cpu import DTYPES, TEAM, run, unavailable
 from ..modes import mode
 from ..quantization import Quantized
+from . import elsewhere
 
 UNAVAILABLE = unavailable("products")
 """Determined at import, because compiled graphs cannot trace it."""
@@ -40,7 +41,7 @@ FIELDS = 18
 class _Products(ctypes.Structure):
     """The struct ``products`` of linear.c."""
 
-    _fields_ = [("each", ctypes.c_char_p), *((name, ctypes.c_int64) for name in ("count", "threads", "next", "out_of_memory"))]
+    _fields_ = [("each", ctypes.c_char_p), ("count", ctypes.c_int64), *TEAM]
 
 
 class Product(NamedTuple):
@@ -64,9 +65,7 @@ class Product(NamedTuple):
 
 def absent(device: torch.device) -> str | None:
     """Why a device has no kernel, or None. Compiled graphs may ask."""
-    if device.type != "cpu":
-        return f"its tensors are on {device.type}, it works on a CPU"
-    return UNAVAILABLE
+    return elsewhere(device) or UNAVAILABLE
 
 
 def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:

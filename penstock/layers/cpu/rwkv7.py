@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.derivatives import count_write
-from ...cpu import DTYPES, Strided, run
+from ...cpu import DTYPES, TEAM, Strided, address, run
 from . import NARROW
 
 _TOKENS = ("r", "k", "w", "rate", "v", "mix", "first", "gate", "y")
@@ -25,7 +25,7 @@ class _Step(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("R", "H", "N", "dtype", "weight_dtype")),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("threads", "next", "out_of_memory")),
+        *TEAM,
     ]
 
 
@@ -48,9 +48,8 @@ def rwkv7_step(
     assert r is not None and k_k is not None  # noqa: PT018
     _, H, N, _ = pool.shape
     y, R = torch.empty_like(r), r.numel() // (H * N)
-    addresses = [None if x is None else x.data_ptr() for x in (*tokens, y, *learned)]
-    place = None if slots is None else slots.data_ptr()
-    call = _Step(*addresses, Strided.of(pool), place, R, H, N, DTYPES[r.dtype], DTYPES[k_k.dtype], eps)
+    addresses = map(address, (*tokens, y, *learned))
+    call = _Step(*addresses, Strided.of(pool), address(slots), R, H, N, DTYPES[r.dtype], DTYPES[k_k.dtype], eps)
     run("rwkv7_step", call, 3 * R * H * N * N)
     count_write(pool)
     return y
