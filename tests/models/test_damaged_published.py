@@ -45,7 +45,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor | None], str]] = {
 
 FIRST_VALUES = re.compile(r"\.1\.(att|attention|attn)\.v(1|_lora\.lora\.0\.weight)$")
 """Layer 1 of RWKV-7 is the first with a map of layer 0's values."""
-UNUSED = re.compile(r"blocks\.0\.att\.v[012]$")
+UNUSED = re.compile(r"blocks\.0\.(att|attention)\.v[012]$")
 """Tensors of RWKV-7 that some files have and nothing reads."""
 
 
