@@ -15,6 +15,7 @@ from .rwkv import RWKV5ChannelConfig, RWKV5ChannelMix, RWKV6ChannelConfig, RWKV6
 from .rwkv5 import RWKV5Config, RWKV5State, RWKV5TimeMix
 from .rwkv6 import RWKV6Config, RWKV6State, RWKV6TimeMix
 from .rwkv7 import RWKV7ChannelConfig, RWKV7ChannelMix, RWKV7Config, RWKV7State, RWKV7TimeMix
+from .rwkv7_attention import RWKV7AttentionConfig, RWKV7AttentionState, RWKV7AttentionTimeMix
 from .sequences import Sequences
 from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxAttentionState
 from .swiglu import SwiGLU, SwiGLUConfig
@@ -32,6 +33,7 @@ for _config in (
     RWKV7ChannelConfig,
     RWKV5Config,
     RWKV6Config,
+    RWKV7AttentionConfig,
     RWKV7Config,
     SoftmaxAttentionConfig,
     SwiGLUConfig,
@@ -68,6 +70,9 @@ __all__ = [
     "RWKV6Config",
     "RWKV6State",
     "RWKV6TimeMix",
+    "RWKV7AttentionConfig",
+    "RWKV7AttentionState",
+    "RWKV7AttentionTimeMix",
     "RWKV7ChannelConfig",
     "RWKV7ChannelMix",
     "RWKV7Config",

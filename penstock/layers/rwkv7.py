@@ -231,7 +231,7 @@ class RWKV7TimeMix(TunedMixer):
 
     def _project(self, x_r: Tensor, x_w: Tensor, x_k: Tensor, x_v: Tensor, x_a: Tensor, x_g: Tensor) -> Projected:
         """The linear maps and low-rank maps of the token shifts."""
-        maps, mixes = (self.receptance, self.key, self.value), bool(self.takes)
+        maps, mixes = (self.receptance, self.key, self.value), VALUE in self.takes
         low = [
             LowRankMap(x_w, self.w1, self.w2, "tanh"),
             LowRankMap(x_a, self.a1, self.a2),

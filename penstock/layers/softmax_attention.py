@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
 from ..softmax import softmax_attention
 from ..tokens import borders
@@ -23,6 +22,7 @@ from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 from .shared_input import linears_of
 from .sliced import SlicedSequences
+from .token_cache import check_room, room_for, stored
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SoftmaxAttention(Mixer):
         q, k, v = self._project(x, sequences.positions(length))
         if isinstance(state, PagedAttentionState):
             after = length + sequences.lengths
-            self._check_room(state.room, after, sequences)
+            check_room(state.room, after, sequences)
             output = attend_pages(q, k, v, state, sequences, self.config.window_size)
             return self._project_output(output, sequences), state._replace(length=after)
         if isinstance(sequences, SlicedSequences):
@@ -142,13 +142,11 @@ class SoftmaxAttention(Mixer):
             output = operated(softmax_attention, q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
             if sequences.cu_seqlens is None:
                 return self._project_output(output, sequences), SoftmaxAttentionState(k, v, after)
-            room, keys, values = self._room(state, after, sequences), state.keys, state.values
-            keys, values = (self._stored(cache, one, length, room, sequences) for cache, one in ((keys, k), (values, v)))
+            room, keys, values = room_for(0, after, sequences), state.keys, state.values
+            keys, values = (stored(cache, one, length, room, sequences) for cache, one in ((keys, k), (values, v)))
             return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
-        room = self._room(state, after, sequences)
-        keys, values = (
-            self._stored(sequences.read(cache), one, length, room, sequences) for cache, one in ((state.keys, k), (state.values, v))
-        )
+        room = room_for(state.keys.shape[1], after, sequences)
+        keys, values = (stored(sequences.read(cache), one, length, room, sequences) for cache, one in ((state.keys, k), (state.values, v)))
         output = self._attend(q, keys, values, after, sequences)
         return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
 
@@ -167,9 +165,9 @@ class SoftmaxAttention(Mixer):
             return self._project_output(operated(softmax_attention, q, keys, values, **options), sequences), state
         every, length, after = borders.whole(context, pairs), state.length, state.length + sequences.lengths
         all_sequences = Sequences(every, None if context.offsets is None else sequences.all_offsets)
-        room = self._room(state, after, all_sequences)
+        room = room_for(state.keys.shape[1], after, all_sequences)
         keys, values = (
-            self._stored(cache, one, length, room, all_sequences)
+            stored(cache, one, length, room, all_sequences)
             for cache, one in zip((state.keys, state.values), every.unbind(2))
         )  # fmt: skip
         here_keys, here_values, so_far = keys, values, length + context.slice.end
@@ -194,39 +192,6 @@ class SoftmaxAttention(Mixer):
     def _project_output(self, output: Tensor, sequences: Sequences) -> Tensor:
         y: Tensor = last_map(self.o_proj, sequences)(output.flatten(-2))
         return y
-
-    def _room(self, state: SoftmaxAttentionState, after: Tensor, sequences: Sequences) -> int:
-        """The number of tokens of a row of the new state."""
-        room = state.keys.shape[1]
-        if sequences.count == 0:
-            return room
-        if not sequences.in_place:
-            return max(room, int(after.max()))
-        self._check_room(room, after, sequences)
-        return room
-
-    def _check_room(self, room: int, after: Tensor, sequences: Sequences) -> None:
-        """Check that rows of a pool have room for their new tokens, where values may be read."""
-        live = after if sequences.slots is None else after.masked_fill(sequences.slots < 0, 0)
-        if reads_values(after) and sequences.count and int(live.max()) > room:
-            complaints = Complaints("advance")
-            remedy = "Make it with a larger max_length."
-            complaints.add(RangeError, "state", f"a pool with room for {int(live.max())} tokens a row", f"room for {room}", remedy)
-            complaints.raise_any()
-
-    def _stored(self, cache: Tensor, tokens: Tensor, length: Tensor, room: int, sequences: Sequences) -> Tensor:
-        """The rows [N,room,G,D] with tokens [B,T,G,D] after the ``length`` earlier ones. In place, tokens beyond the room are dropped."""
-        N, S, G, D = cache.shape
-        positions = sequences.positions(length)
-        if sequences.cu_seqlens is None:
-            owner = torch.arange(N, device=cache.device)[:, None].expand(positions.shape)
-        else:
-            owner = sequences.owner[None]
-        # an extra row receives the tokens that do not fit
-        rows = torch.cat([torch.cat([cache, cache.new_zeros(N, room - S, G, D)], 1).flatten(0, 1), cache.new_zeros(1, G, D)])
-        places = torch.where(positions < room, owner * room + positions, N * room)
-        stored = rows.index_copy(0, places.flatten(), tokens.flatten(0, 1).to(rows.dtype))
-        return stored[:-1].view(N, room, G, D)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:
         """Attention of the tokens to the first ``lengths`` keys of their rows [N,S,G,D].

@@ -4,7 +4,8 @@ A mixer declares them by name: ``yields`` and ``takes``, each with the size of t
 called with the values that they take after their other arguments, and return those that they yield after their other results. So values
 are arguments and results of modules: hooks, wrappers, checkpoints and shards see them.
 
-A model yields two values before its first layer: its tokens (``IDS``) and their embeddings (``EMBEDDED``).
+A model yields two values before its first layer: its tokens (``IDS``) and their embeddings (``EMBEDDED``). A layer gives its mixers the
+residual stream (``RESIDUAL``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ IDS = "ids"
 """The tokens that a model was called with, [B,T,1]: indices from 0 to vocab_size - 1. Not of calls with embeddings in their place."""
 EMBEDDED = "embedded"
 """The embeddings of the tokens after their norm, [B,T,C]."""
+RESIDUAL = "residual"
+"""The residual stream before the norm of the mixer that takes it, [B,T,C]."""
 
 
 def of_model(hidden_size: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
 from ..layers.sliced import sequences_of
-from ..layers.values import EMBEDDED, IDS, Values, check_layers, joined, of_model, own, passed
+from ..layers.values import EMBEDDED, IDS, RESIDUAL, Values, check_layers, joined, of_model, own, passed
 from ..tokens.context import ContextParallel
 from .arguments import check_embeddings, check_state, check_tokens, marks
 from .config import Config, rwkv6
@@ -61,7 +61,8 @@ class Layer(nn.Module):
         self.mixer = config.mixers[layer].build(C, layer, L)
         self.channel_norm = None if channel is None else norm(config)
         self.channel = None if channel is None else channel.build(C, layer, L)
-        self.takes, self.yields = joined(self.mixer, self.channel)
+        takes, self.yields = joined(self.mixer, self.channel)
+        self.takes = {name: size for name, size in takes.items() if name != RESIDUAL}
 
     def forward(
         self, x: Tensor, state: LayerState | None, sequences: Sequences, values: Values | None = None
@@ -76,11 +77,13 @@ class Layer(nn.Module):
         x, _ = self._entered(x, None, sequences)
         halvings = sequences.halvings
         x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32, halvings=halvings)
+        values[RESIDUAL] = x
         y, mixer = passed(self.mixer, Mixer, values, normed, state.mixer, sequences)
         if self.channel is None:
             return x + y, LayerState(mixer, state.channel), *own(values, self.yields)
         assert self.channel_norm is not None
         x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32, halvings=halvings)
+        values[RESIDUAL] = x
         y, channel = passed(self.channel, Mixer, values, normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel), *own(values, self.yields)
 

@@ -8,7 +8,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from ..documentation import described as described_by
@@ -24,6 +24,7 @@ from ..layers import (
     RWKV5Config,
     RWKV6ChannelConfig,
     RWKV6Config,
+    RWKV7AttentionConfig,
     RWKV7ChannelConfig,
     RWKV7Config,
     SoftmaxAttentionConfig,
@@ -168,6 +169,7 @@ ARGUMENTS = {
     "value_rank": "int, optional\nThe rank of the weight of layer 0's values. Default: that of published models.",
     "gate_rank": "int, optional\nThe rank of the output gate. Default: that of published models.",
     "embedding_rank": "int, optional\nE of DeepEmbed: each token has a matrix [E,E] in each channel mix. Default: no DeepEmbed.",
+    "attention_rank": "int, optional\nOf the keys and values of attention in each time mix. Default: no attention.",
     "conv_size": "int\nThe width of short convolutions of q, k and v. 0: none.",
     "feature_map": 'str or None\nOf q and k: "elu+1", "relu", "identity", "silu", "sigmoid", "squared_relu" or None.',
     "normalize": "bool\nDivide by the sum of the weights.",
@@ -220,9 +222,11 @@ def rwkv6(
 def rwkv7(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
     num_heads: int | None = None, decay_rank: int | None = None, rate_rank: int | None = None, value_rank: int | None = None,
-    gate_rank: int | None = None, embedding_rank: int | None = None,
+    gate_rank: int | None = None, embedding_rank: int | None = None, attention_rank: int | None = None,
 ) -> Config:  # fmt: skip
-    """RWKV-7 ("Goose", x070), also with DeepEmbed (rwkv7a). Defaults as in published models; num_heads is hidden_size / head_size.
+    """RWKV-7 ("Goose", x070), also with DeepEmbed (rwkv7a) and with attention (rwkv7b). Defaults as in published models.
+
+    num_heads is hidden_size / head_size.
 
     <arguments>
 
@@ -235,6 +239,8 @@ def rwkv7(
     given = decay_rank, rate_rank, value_rank, gate_rank
     decay, rate, value, gate = (max(32, 32 * round(size / 32)) if rank is None else rank for size, rank in zip(usual, given))
     mixer = RWKV7Config(head_size, num_heads, decay, rate, value, gate)
+    if attention_rank is not None:
+        mixer = RWKV7AttentionConfig(**asdict(mixer), vocab_size=vocab_size, attention_rank=attention_rank)
     inner = 4 * hidden_size if intermediate_size is None else intermediate_size
     channel = RWKV7ChannelConfig(inner, embedding_rank, None if embedding_rank is None else vocab_size)
     return replace(_rwkv(vocab_size, hidden_size, num_layers, mixer, channel), rescale_every=0)

@@ -14,7 +14,7 @@ from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
 from ..layers.sequences import adopt, drawn
 from ..layers.triton import absent
-from ..layers.values import Values, passed, taken
+from ..layers.values import RESIDUAL, Values, passed, taken
 
 
 class MixerUpdate(NamedTuple):
@@ -36,7 +36,10 @@ class MixerUpdate(NamedTuple):
 def _refuses_mixer(c: MixerUpdate) -> str | None:
     if c.in_float32:
         return "the residual stream is float32"
-    why = c.module.unstepped if isinstance(c.module, Mixer) else f"is a {type(c.module).__name__}"
+    if not isinstance(c.module, Mixer):
+        why: str | None = f"is a {type(c.module).__name__}"
+    else:
+        why = "reads the residual stream" if RESIDUAL in c.module.takes else c.module.unstepped
     return None if why is None else f"the mixer {why}"
 
 
@@ -56,6 +59,7 @@ def _mixer(c: MixerUpdate) -> tuple[Tensor, Tensor] | None:
 def _mixer_as_module(c: MixerUpdate) -> tuple[Tensor, Tensor]:
     assert c.before is not None
     x, normed = add_norm(c.x, c.y, c.before, in_float32=c.in_float32, halvings=c.sequences.halvings)
+    c.values[RESIDUAL] = x
     y, after = passed(c.module, Mixer, c.values, normed, c.state, c.sequences)
     adopt(c.state, after)
     return x, y

@@ -137,9 +137,13 @@ OTHERS: dict[str, tuple[Weights, str]] = {
         without(rwkv7.draw(deep=3), "blocks.1.ffn.s_emb_x.weight"),
         r"blocks.1.ffn.s_emb_x.weight must be a tensor of shape \[9, 16\], got none",
     ),
-    "rwkv7b": (
+    "rwkv7b of parts": (
         rwkv7.draw(deep=3) | {"blocks.0.qkv.qq.weight": torch.zeros(256, 16)},
-        r"got RWKV-7 of another variant \(rwkv7b, with attention\)",
+        r"blocks.0.qkv.k1 must be a tensor of shape \[C,R\], got none",
+    ),
+    "rwkv7b, merged": (
+        without(rwkv7.draw(deep=3, attention=4), "blocks.1.qkv.v_emb_x.weight"),
+        r"blocks.1.qkv.v_emb_x.weight must be a tensor of shape \[16, 16\], got none",
     ),
     "rwkv4": ({name: x for name, x in rwkv5.draw().items() if "ln_x" not in name}, "got RWKV-4 or older"),
     "no layers": ({"weight": torch.zeros(2)}, "path must be a checkpoint of a known format, got .* with weight. Known are"),

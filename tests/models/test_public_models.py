@@ -112,6 +112,7 @@ def test_formulas_depend_on_every_weight() -> None:
         "rwkv6": (rwkv6.with_time_state(rwkv6.draw()), rwkv6.logits),
         "rwkv7": (rwkv7.with_time_state(rwkv7.draw()), rwkv7.logits),
         "rwkv7a": (rwkv7.draw(deep=3), rwkv7.logits),
+        "rwkv7b": (rwkv7.draw(deep=3, attention=4), rwkv7.logits),
         "rwkv6 in fla": (rwkv6.draw_fla(), lambda w, ids: rwkv6.fla_logits(w, ids, 1e-5, 1e-5)),
         "mamba2": (mamba2.draw(mamba2.config()), lambda w, ids: mamba2.logits(w, mamba2.config(), ids)),
     } | {f"rwkv{version}": (rwkv5.draw(version), rwkv5.logits) for version in rwkv5.VERSIONS}

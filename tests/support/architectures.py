@@ -16,6 +16,7 @@ from penstock.layers import (
     Mamba2Config,
     MixerConfig,
     RetentionConfig,
+    RWKV7AttentionConfig,
     SoftmaxAttentionConfig,
 )
 from penstock.models import CausalLM, Config, delta_net, gated_deltanet, gla, hybrid, kda, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
@@ -33,6 +34,12 @@ ARCHITECTURES: dict[str, Config] = {
     "rwkv6": rwkv6(**NARROW, head_size=8, mix_rank=5, decay_rank=6),
     "rwkv7": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8),
     "rwkv7a": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, embedding_rank=4),
+    "rwkv7b": with_mixer(
+        rwkv7(**NARROW, head_size=8, embedding_rank=3),
+        RWKV7AttentionConfig(
+            8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, vocab_size=13, attention_size=12, attention_rank=5, max_length=1024
+        ),
+    ),
     "rwkv5.0": rwkv5(**NARROW, head_size=8, version="5.0"),
     "rwkv5.1": rwkv5(**NARROW, head_size=8, version="5.1"),
     "rwkv5.2": rwkv5(**NARROW, head_size=8, version="5.2"),

@@ -32,6 +32,13 @@ def rwkv7_mixer(x: Tensor, w: Weights, config, past: dict) -> Tensor:
     return y
 
 
+def rwkv7_attention(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    """RWKV-7's mixer, and attention that reads the residual stream."""
+    values = past["values"] if "values" in past else {"ids": tokens_of(x).item(), **dict.fromkeys(("embedded", "residual"), taken(x))}
+    given = values["residual"], below(w, "attention."), values["ids"], values["embedded"], past.setdefault("attention", {})
+    return rwkv7_mixer(x, w, config, past) + rwkv7.attention(*given, config.attention_norm_eps)
+
+
 def rwkv_channel(x: Tensor, w: Weights, config, past: dict, formula) -> Tensor:
     y = formula.channel_mix(x, past.get("p", torch.zeros_like(x)), w)
     past["p"] = x
@@ -177,6 +184,7 @@ MIXERS = {
     "rwkv6": partial(rwkv, formula=rwkv6),
     "rwkv5": partial(rwkv, formula=rwkv5),
     "rwkv7": rwkv7_mixer,
+    "rwkv7_attention": rwkv7_attention,
     "rwkv7_channel": rwkv7_channel,
     "rwkv6_channel": partial(rwkv_channel, formula=rwkv6),
     "rwkv5_channel": partial(rwkv_channel, formula=rwkv5),
@@ -227,6 +235,7 @@ def literal_logits(config: Config, w: Weights, ids: Tensor) -> Tensor:
                     normed = norm(x, f"layers.{i}.{part}_norm")
                     past = pasts.setdefault((i, part), {})
                     past["values"] = values
+                    values["residual"] = x
                     x = x + MIXERS[one.kind](normed, below(w, f"layers.{i}.{part}."), one, past)
         logits.append(w["head.weight"] @ norm(x, "norm"))
     return torch.stack(logits)

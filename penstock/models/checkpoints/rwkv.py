@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, RangeError
-from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config, RWKV7ChannelConfig, RWKV7Config
+from ...layers import (
+    RWKV5ChannelConfig,
+    RWKV5Config,
+    RWKV6ChannelConfig,
+    RWKV6Config,
+    RWKV7AttentionConfig,
+    RWKV7ChannelConfig,
+    RWKV7Config,
+)
 from ..config import RESCALE_EVERY, Config
 from . import rwkv7
 from .archive import Archive
@@ -31,14 +39,16 @@ RWKV6_MIXER = (
 CHANNEL = ("key.weight", "receptance.weight", "value.weight")
 RWKV5_CHANNEL = (*CHANNEL, "time_mix_k", "time_mix_r")
 RWKV6_CHANNEL = (*CHANNEL, "time_maa_k", "time_maa_r")
-KINDS = {RWKV5Config: RWKV5ChannelConfig, RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig}
+KINDS = {
+    RWKV5Config: RWKV5ChannelConfig, RWKV6Config: RWKV6ChannelConfig, RWKV7Config: RWKV7ChannelConfig,
+    RWKV7AttentionConfig: RWKV7ChannelConfig,
+}  # fmt: skip
 """The channel mixer of each time mix."""
 BLOCK = re.compile(r"blocks\.\d+\.(att|ffn|ln1|ln2)\.")
 LONG = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 """Endings of ``time_mix_`` in the remote code."""
 VARIANT = "RWKV-6 of another variant than x060 (x060a, x060b or later)"
 OTHERS = {
-    "qkv.qq.weight": "RWKV-7 of another variant (rwkv7b, with attention)",
     "att.gate_w1": VARIANT,
     "att.time_maa_rkvw_w1": VARIANT,
     "att.time_maa_rkvw": VARIANT,
@@ -133,7 +143,7 @@ def _count(heads: int, size: int, hidden_size: int) -> int | None:
 
 def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
     complaints = Complaints("load")
-    remedy = "Supported are RWKV-5.0, 5.1 and 5.2, RWKV-6 (x060) and RWKV-7 (x070 and rwkv7a)."
+    remedy = "Supported are RWKV-5.0, 5.1 and 5.2, RWKV-6 (x060) and RWKV-7 (x070, rwkv7a and rwkv7b)."
     found = {model: tensor for tensor, model in OTHERS.items() if archive.has(name(f"blocks.{{}}.{tensor}"))}
     if not found and not archive.has(name("blocks.{}.att.ln_x.weight")):
         found = {"RWKV-4 or older": "no att.ln_x.weight"}
@@ -150,6 +160,8 @@ def refuses(config: Config) -> str | None:
     assert isinstance(mixer, RWKV5Config | RWKV6Config | RWKV7Config)
     if any(one != mixer for one in config.mixers) or any(one != config.channels[0] for one in config.channels):
         return "all its layers have the same sizes"
+    if isinstance(mixer, RWKV7AttentionConfig) and mixer.attention_norm_eps != 1e-5:
+        return f"its eps of the norms of attention is 1e-5, and this model's {mixer.attention_norm_eps}"
     if isinstance(mixer, RWKV6Config) and mixer.key_size not in (None, mixer.head_size):
         return f"its heads have as many keys as values, and this model's {mixer.key_size} and {mixer.head_size}"
     if mixer.norm_eps != 64e-5:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ...errors import Complaints, RangeError
-from ...layers import RWKV7ChannelConfig, RWKV7Config
+from ...layers import RWKV7AttentionConfig, RWKV7ChannelConfig, RWKV7Config
 from ..config import Config
 from .archive import DAMAGED, Archive
 from .layout import Row, flat, number, same, transposed
@@ -20,6 +21,11 @@ PLAIN = ("k_k", "k_a", "r_k", "receptance.weight", "key.weight", "value.weight",
 CHANNEL = ("x_k", "key.weight", "value.weight")
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")
 """Tensors of channel mixes with DeepEmbed (rwkv7a)."""
+ATTENTION = (
+    *("qq.weight", "k1", "k2", "v1", "v2", "k_emb.weight", "k_emb_x.weight", "v_emb.weight", "v_emb_x.weight"),
+    *(f"x_{one}" for one in "qkv"), *(f"ln{one}.{part}" for one in "qkv" for part in ("weight", "bias")),
+)  # fmt: skip
+"""Tensors of attention beside the time mix (rwkv7b)."""
 UNUSED = tuple(f"blocks.0.{mix}.v{one}" for mix in ("att", "attention") for one in range(3))
 """Weights of the first layer that some files have and no formula uses."""
 FLA_UNUSED = tuple(f"model.layers.0.attn.v_lora.lora.{one}" for one in ("0.weight", "2.weight", "2.bias"))
@@ -47,6 +53,8 @@ def blinkdl_rows(config: Config, layer: int, archive: Archive | None, name: Call
     if mixer.tuned_state:  # stored V x K
         names = (f"{ours}mixer.time_state",), (f"{theirs}att.time_state",)
         rows.append(Row(*names) if web else Row(*names, lambda x: (x.transpose(1, 2),), lambda x: (x.transpose(1, 2),)))
+    if isinstance(mixer, RWKV7AttentionConfig):
+        rows += [same(f"{ours}mixer.attention.{one}", f"{theirs}qkv.{one}") for one in ATTENTION]
     parts = CHANNEL if channel.embedding_rank is None else (*CHANNEL, *DEEP_EMBED)
     return rows + [same(f"{ours}channel.{one}", f"{theirs}ffn.{one}") for one in parts]
 
@@ -67,7 +75,13 @@ def blinkdl_mixers(archive: Archive, name: Callable[[str], str]) -> tuple[RWKV7C
             ranks[one] = archive.shape(name(f"{mixing}{one}1"), "C D")[0 if web else 1]
     width, C = archive.shape(name("blocks.{}.ffn.key.weight"), "F C")
     tuned = archive.has(name(f"{mixing}time_state"))
-    return _mixer(heads, size, C, ranks, 64e-5, tuned), RWKV7ChannelConfig(width, *_deep_embed(archive, name))
+    mixer = _mixer(heads, size, C, ranks, 64e-5, tuned)
+    if any(archive.has(name(f"blocks.{{}}.qkv.{one}")) for one in ATTENTION):
+        attention_size, _ = archive.shape(name("blocks.{}.qkv.qq.weight"), "A C")
+        _, rank = archive.shape(name("blocks.{}.qkv.k1"), "C R")
+        vocab_size, _ = archive.shape(name("emb.weight"), "V C")
+        mixer = RWKV7AttentionConfig(**asdict(mixer), vocab_size=vocab_size, attention_size=attention_size, attention_rank=rank)
+    return mixer, RWKV7ChannelConfig(width, *_deep_embed(archive, name))
 
 
 def _deep_embed(archive: Archive, name: Callable[[str], str]) -> tuple[int, int] | tuple[()]:

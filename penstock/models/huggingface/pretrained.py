@@ -74,7 +74,7 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *arguments: Any, **options: Any) -> nn.Embedding:
         """Of transformers. Raises RangeError if layers have tables of tokens, which would keep their size."""
         sizes, complaints = Config.from_dict(self.config.model), Complaints("resize_token_embeddings")
-        for one in dict.fromkeys(sizes.channels):
+        for one in dict.fromkeys((*sizes.mixers, *sizes.channels)):
             if one is not None and new_num_tokens is not None:
                 one.check_vocab_size(complaints, new_num_tokens)
         complaints.raise_any()

@@ -56,6 +56,8 @@ def _published() -> dict[str, Published]:
     deep = rwkv7.draw(deep=3)
     found["blinkdl rwkv7a"] = Published(partial(write_pth, deep), partial(rwkv7.logits, deep), formats)
     found["blinkdl rwkv7a of safetensors"] = Published(partial(rwkv7.write_st, deep), partial(rwkv7.logits, deep), formats)
+    attending = rwkv7.draw(deep=3, attention=4)
+    found["blinkdl rwkv7b"] = Published(partial(write_pth, attending), partial(rwkv7.logits, attending), formats)
     for name, one in {"": w, " with states": tuned}.items():
         found[f"web-rwkv rwkv7{name}"] = Published(partial(rwkv7.write_st, rwkv7.web_rwkv(one)), partial(rwkv7.logits, one), formats)
     write = partial(write_safetensors, rwkv7.hf_names(first), rwkv7.hf_config(first), shards=2)

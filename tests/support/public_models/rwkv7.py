@@ -11,10 +11,10 @@ from public_models import Weights, below, depth, doubled, layer_norm, sigmoid
 LOW_RANK = {"w": 5, "a": 4, "v": 3, "g": 6}
 
 
-def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False, deep: int = 0) -> Weights:
+def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False, deep: int = 0, attention: int = 0) -> Weights:
     """Random weights of a small model; ``first``: also the unused v0, v1 and v2 of layer 0, which some files have.
 
-    ``deep``: with DeepEmbed (rwkv7a), whose matrices of tokens have this size.
+    ``deep``: with DeepEmbed (rwkv7a), whose matrices of tokens have this size. ``attention``: with attention (rwkv7b) of this rank.
     """
     generator, vocab_size, A, F = torch.Generator().manual_seed(7), 13, C, 40
 
@@ -38,6 +38,15 @@ def draw(layers: int = 2, C: int = 16, heads: int = 2, first: bool = False, deep
         if deep:
             w |= {f"{ffn}s_emb.weight": random(vocab_size, deep * deep), f"{ffn}s_emb_x.weight": random(deep * deep, C)}
             w |= {f"{ffn}s1": random(C, deep), f"{ffn}s2": random(deep, F), f"{ffn}s0": random(1, 1, F, mean=1.0)}
+        if attention:
+            qkv, K = f"blocks.{i}.qkv.", 3 * attention
+            w |= {f"{qkv}qq.weight": random(K, C), f"{qkv}x_q": random(1, 1, K, mean=0.5)}
+            for one, size in {"k": K, "v": C}.items():
+                w |= {f"{qkv}{one}1": random(C, attention), f"{qkv}{one}2": random(attention, size)}
+                w |= {f"{qkv}{one}_emb.weight": random(vocab_size, size, mean=1.0), f"{qkv}{one}_emb_x.weight": random(size, C)}
+                w |= {f"{qkv}x_{one}": random(1, 1, size, mean=0.5)}
+            for one, size in {"q": K, "k": K, "v": C}.items():
+                w |= {f"{qkv}ln{one}.weight": random(size, mean=1.0, size=1.0), f"{qkv}ln{one}.bias": random(size)}
     return w | {"ln_out.weight": random(C, mean=1.0), "ln_out.bias": random(C), "head.weight": random(vocab_size, C)}
 
 
@@ -77,6 +86,25 @@ def channel_mix(x: Tensor, p: Tensor, w: Weights, token: int = 0, embedded: Tens
         factors = [sum(w["s1"][:, i] @ x * table[i, j] for i in range(E)) for j in range(E)]
         squares = squares * (w["s2"].T @ torch.stack(factors) + w["s0"].reshape(-1))
     return w["value.weight"] @ squares
+
+
+def attention(x: Tensor, w: Weights, token: int, embedded: Tensor, past: dict, eps: float = 1e-5) -> Tensor:
+    """One token of the residual stream x [C]; ``past`` has the last query, key and value, and all earlier keys and values."""
+    given = {
+        "q": w["qq.weight"] @ x,
+        "k": x @ w["k1"] @ w["k2"] * (w["k_emb.weight"][token] + w["k_emb_x.weight"] @ embedded),
+        "v": torch.tanh(x @ w["v1"] @ w["v2"]) * (w["v_emb.weight"][token] + w["v_emb_x.weight"] @ embedded),
+    }
+    now = {}
+    for one, u in given.items():
+        before = past.get(one, torch.zeros_like(u))
+        now[one] = layer_norm(u + (before - u) * w[f"x_{one}"].reshape(-1), w, f"ln{one}", eps)
+        past[one] = u
+    past.setdefault("keys", []).append(now["k"])
+    past.setdefault("values", []).append(now["v"])
+    scores = torch.stack([64 * torch.tanh(now["q"] @ key / (64 * math.sqrt(len(key)))) for key in past["keys"]])
+    weights = torch.exp(scores)
+    return weights / weights.sum() @ torch.stack(past["values"])
 
 
 def with_time_state(w: Weights, seed: int = 8) -> Weights:
@@ -169,7 +197,7 @@ def logits(w: Weights, ids: Tensor, norm_eps: float = 1e-5, group_norm_eps: floa
     zero = torch.zeros(C, dtype=torch.float64)
     before = [[zero, zero] for _ in range(layers)]
     states = [w.get(f"blocks.{i}.att.time_state", torch.zeros(H, n, n, dtype=torch.float64)) for i in range(layers)]
-    found = []
+    found, pasts = [], [{} for _ in range(layers)]
     for token in ids.tolist():
         embedded = x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0", norm_eps)
         first, deep = None, "blocks.0.ffn.s1" in w
@@ -178,6 +206,8 @@ def logits(w: Weights, ids: Tensor, norm_eps: float = 1e-5, group_norm_eps: floa
             normed = layer_norm(x, block, "ln1", norm_eps)
             y, states[i], own = time_mix(normed, before[i][0], states[i], below(block, "att."), first, group_norm_eps)
             first = own if i == 0 else first
+            if "blocks.0.qkv.k1" in w:
+                y = y + attention(x, below(block, "qkv."), token, embedded, pasts[i])
             x, before[i][0] = x + y, normed
             normed = layer_norm(x, block, "ln2", norm_eps)
             y = channel_mix(normed, before[i][1], below(block, "ffn."), token, embedded if deep else None)
