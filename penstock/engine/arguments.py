@@ -7,8 +7,6 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
-from ..layers import SoftmaxAttention, SoftmaxAttentionConfig
-from ..layers.attention_pages import unpaged
 from ..layers.sizes import check_whole
 from ..models import CausalLM
 from ..models.probabilities import MOST_TOKENS
@@ -30,7 +28,7 @@ def check_model(model: object, quantize: object = None) -> None:
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
         complaints.raise_any()
     assert isinstance(model, CausalLM)
-    for kind in dict.fromkeys(one.kind for one in model.config.mixers if one.grows and not isinstance(one, SoftmaxAttentionConfig)):
+    for kind in dict.fromkeys(one.kind for one in model.config.mixers if one.grows and not one.paged):
         name, layers = kind.replace("_", " "), [n for n, mixer in enumerate(model.config.mixers) if mixer.kind == kind]
         remedy = "Its state grows with the sequence, and only that of softmax attention is kept in pages. Use CausalLM.generate."
         complaints.add(RangeError, "model", f"free of {name}", f"{name} in layers {layers}", remedy)
@@ -94,8 +92,8 @@ def check_pages(
 
 def without_graphs(model: CausalLM) -> str | None:
     """Why steps of a model cannot be captured, or None: its softmax attention runs in plain PyTorch, which waits for the device."""
-    layers = [one for one in model.modules() if isinstance(one, SoftmaxAttention)]
-    return next((why for one in layers if (why := unpaged(model.like(), one.sizes[-1])) is not None), None)
+    layers: list[Any] = [one for one in model.modules() if hasattr(one, "unpaged")]
+    return next((why for one in layers if (why := one.unpaged(model.like())) is not None), None)
 
 
 def check_saved(state: object, notes: object, model_hashes: Iterable[str]) -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..layers import SoftmaxAttentionState
+from ..layers.attention_pages import PagedAttentionState
 from ..layers.modes import rows_alike
 from ..layers.quantized import QuantizedLinear
+from ..layers.token_cache import paged
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 
@@ -76,12 +78,13 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
 
 def _pool(model: CausalLM) -> State:
     """A pool of ``LIVE`` rows, in softmax attention layers with a page each."""
-    pool = model.initial_state(LIVE, max_length=0)
-    for n, one in enumerate(pool):
-        if isinstance(one.mixer, SoftmaxAttentionState):
-            paged = one.mixer.paged(LIVE + 1, 1)
-            paged.pages[:, 0] = torch.arange(1, LIVE + 1)
-            pool[n] = one._replace(mixer=paged)
+
+    def with_pages(cache: SoftmaxAttentionState) -> PagedAttentionState:
+        found = cache.paged(LIVE + 1, 1)
+        found.pages[:, 0] = torch.arange(1, LIVE + 1)
+        return found
+
+    pool: State = paged(model.initial_state(LIVE, max_length=0), with_pages)
     return pool
 
 

@@ -7,13 +7,14 @@ tokens in a row. Their keys and values are in pages (``pages``), of which a slot
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OutOfMemory, PenstockError
-from ..layers import SoftmaxAttentionState
+from ..layers.token_cache import caches, paged
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 from .kept import KeptState
@@ -53,8 +54,7 @@ class StatePool:
         count = slots * most if pages is None else pages
         try:
             self.memory = torch.zeros(2 * slots, self.row_bytes // 8, dtype=torch.int64, device=model.like().device)
-            layers = [(f"state[{n}].mixer", one.mixer) for n, one in enumerate(initial) if isinstance(one.mixer, SoftmaxAttentionState)]
-            if layers:
+            if layers := list(caches(initial)):
                 self.pages = PagePool(layers, slots, count, most, _window(model))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -79,13 +79,9 @@ class StatePool:
 
     def _in_pages(self, state: State) -> State:
         """The state, with the pages of softmax attention layers."""
-        layer = 0
-        for n, one in enumerate(state):
-            if isinstance(one.mixer, SoftmaxAttentionState):
-                assert self.pages is not None
-                state[n] = one._replace(mixer=self.pages.state(layer, one.mixer.length))
-                layer += 1
-        return state
+        pool, layers = self.pages, itertools.count()
+        found: State = state if pool is None else paged(state, lambda cache: pool.state(next(layers), cache.length))
+        return found
 
     def live(self, slot: int) -> int:
         """The live row of a slot."""

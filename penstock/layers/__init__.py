@@ -17,8 +17,9 @@ from .rwkv6 import RWKV6Config, RWKV6State, RWKV6TimeMix
 from .rwkv7 import RWKV7ChannelConfig, RWKV7ChannelMix, RWKV7Config, RWKV7State, RWKV7TimeMix
 from .rwkv7_attention import RWKV7AttentionConfig, RWKV7AttentionState, RWKV7AttentionTimeMix
 from .sequences import Sequences
-from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxAttentionState
+from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig
 from .swiglu import SwiGLU, SwiGLUConfig
+from .token_cache import SoftmaxAttentionState
 
 for _config in (
     DeltaNetConfig,

@@ -55,17 +55,20 @@ class _Attend(NamedTuple):
     state: PagedAttentionState
     sequences: Sequences
     window: int | None
+    cap: float | None
 
 
 def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, state: PagedAttentionState, sequences: Sequences, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: PagedAttentionState, sequences: Sequences, window: int | None = None, cap: float | None = None
 ) -> Tensor:  # fmt: skip
     """Write k and v [B,T,G,D] to the pages of their rows; the causal attention [B,T,H,D] of queries q [B,T,H,D] to the rows.
+
+    v and the output may have heads of another size. ``cap``: scores s become cap tanh(s / cap).
 
     The output of a token is a function of its row alone, to the bit. In plain PyTorch, a row is processed in blocks of ``PAGE`` tokens from
     its first one in the call, then token by token.
     """
-    return ATTEND_PAGES(_Attend(q, k, v, state, sequences, window))
+    return ATTEND_PAGES(_Attend(q, k, v, state, sequences, window, cap))
 
 
 def unpaged(x: Tensor, size: int) -> str | None:
@@ -76,6 +79,8 @@ def unpaged(x: Tensor, size: int) -> str | None:
 
 
 def _refuses(c: _Attend) -> str | None:
+    if c.cap is not None or c.v.shape[-1] != c.k.shape[-1]:
+        return "scores are bounded, or heads of values have another size than those of keys"
     if (why := refusal(c.q, c.k, c.v, c.state.keys, c.state.values)) is not None or (why := unpaged(c.q, c.q.shape[-1])) is not None:
         return why
     if c.state.keys.dtype != c.q.dtype or c.state.values.dtype != c.q.dtype:
@@ -101,17 +106,17 @@ def _by_kernel(c: _Attend) -> Tensor:
 def _by_sequence(c: _Attend) -> Tensor:
     """In plain PyTorch. Waits for the device."""
     q, k, v = (x.flatten(0, 1) for x in (c.q, c.k, c.v))
-    output, count = torch.zeros_like(q), c.sequences.count
+    output, count = q.new_zeros(*q.shape[:2], v.shape[-1]), c.sequences.count
     slots = list(range(count)) if c.sequences.slots is None else c.sequences.slots.tolist()
     bounds, lengths = c.sequences.bounds.tolist(), c.state.length.tolist()
     for row, begin, end in zip(slots, bounds, bounds[1:]):
         if row >= 0 and end > begin:
             _of_sequence(c, row, lengths[row], *(x[begin:end] for x in (q, k, v, output)))
-    return output.view(c.q.shape)
+    return output.view(*c.q.shape[:-1], v.shape[-1])
 
 
 def _of_sequence(c: _Attend, row: int, before: int, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
-    """``output`` [T,H,D] of tokens after ``before`` earlier ones."""
+    """``output`` [T,H,V] of tokens after ``before`` earlier ones."""
     state, size = c.state, c.state.keys.shape[1]
     after = before + q.shape[0]
     first = 0 if c.window is None else max(0, before - c.window + 1) // size * size
@@ -131,12 +136,12 @@ def _of_sequence(c: _Attend, row: int, before: int, q: Tensor, k: Tensor, v: Ten
         low = 0 if c.window is None else max(0, at - c.window + 1) // size * size
         part = slice(low - first, -(-(at + block) // size) * size - first)
         here = slice(done, done + block)
-        output[here] = _attention(q[here], keys[part], values[part], at - low, c.window)
+        output[here] = _attention(q[here], keys[part], values[part], at - low, c.window, c.cap)
         done += block
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, before: int, window: int | None) -> Tensor:
-    """The output [T,H,D] of queries that have ``before`` keys before their own. Keys [S,G,D] and values are in the dtype of sums."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, before: int, window: int | None, cap: float | None) -> Tensor:
+    """The output [T,H,V] of queries that have ``before`` keys before their own. Keys [S,G,D] and values are in the dtype of sums."""
     (T, H, D), (S, G, _) = q.shape, k.shape
     i, j = (torch.arange(n, device=q.device) for n in (T, S))
     seen = j <= before + i[:, None]
@@ -144,8 +149,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, before: int, window: int | None)
         seen &= j > before + i[:, None] - window
     rows = q.to(k.dtype).view(T, G, H // G, D).permute(1, 2, 0, 3).clone(memory_format=torch.contiguous_format)  # in memory of its own
     scores = (rows.flatten(1, 2) @ k.permute(1, 2, 0)).view(G, H // G, T, S) * float(D**-0.5)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return (weights.view(G, -1, S) @ v.transpose(0, 1)).view(G, H // G, T, D).permute(2, 0, 1, 3).reshape(T, H, D)
+    return (weights.view(G, -1, S) @ v.transpose(0, 1)).view(G, H // G, T, -1).permute(2, 0, 1, 3).reshape(T, H, -1)
 
 
 def _draw(draw: Draw, pieces: bool = False, window: int | None = None) -> _Attend:
@@ -156,7 +163,7 @@ def _draw(draw: Draw, pieces: bool = False, window: int | None = None) -> _Atten
     pages = draw.whole([*range(1, 11), *[0] * 10, *range(11, 21), 24, 23, 22, 21, *[0] * 6], torch.int32).view(4, 10)
     lengths = draw.whole([575, 9, 0, 9, 127, 9, 60, 9] if pieces else [575, 9, 0, 9, 600, 9, 63, 9])[::2]
     sequences = drawn(draw, q, [0, 1, 19, 19, 37] if pieces else (), [0, 2, 1, 3] if pieces else [2, 0, 3], in_place=True)
-    return _Attend(q, k, v, PagedAttentionState(keys, values, pages, lengths), sequences, window)
+    return _Attend(q, k, v, PagedAttentionState(keys, values, pages, lengths), sequences, window, None)
 
 
 ATTEND_PAGES: Chain[_Attend, Tensor] = Chain(

@@ -37,6 +37,9 @@ class MixerConfig:
     """The name of the kind in files. A subclass needs its own."""
     grows: ClassVar[bool] = False
     """Whether the state of a sequence grows with its tokens, as a cache of keys and values does."""
+    paged: ClassVar[bool] = False
+    """Whether what grows is a ``SoftmaxAttentionState``, which the mixer also takes in pages. Then its class has ``unpaged``, and the
+    configuration ``max_length`` and ``window_size``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -3,8 +3,8 @@
 >>> config = RWKV7AttentionConfig(head_size=8, vocab_size=20, attention_size=12, attention_rank=4)
 >>> mixer, x, ids = config.build(hidden_size=16), torch.randn(1, 6, 16), torch.arange(6).view(1, 6, 1)
 >>> y, state, values = mixer(x, values={"ids": ids, "embedded": torch.randn(1, 6, 16), "residual": torch.randn(1, 6, 16)})
->>> state.keys.shape, state.values.shape, state.length
-(torch.Size([1, 6, 12]), torch.Size([1, 6, 16]), tensor([6]))
+>>> state.cache.keys.shape, state.cache.values.shape, state.cache.length
+(torch.Size([1, 6, 1, 12]), torch.Size([1, 6, 1, 16]), tensor([6]))
 
 Source: the authors' inference code, github.com/BlinkDL/RWKV-LM, ``RWKV-v7/rwkv_v7b_demo.py``. Their training code is not published.
 """
@@ -22,14 +22,16 @@ from ..errors import Complaints, RangeError
 from ..tokens import borders
 from ..tokens.dtypes import state_dtype
 from .activations import tanh
+from .attention_pages import PagedAttentionState, attend_pages
 from .halving import halved
 from .linear import linear
+from .mixer import Mixer
 from .rwkv import matrix, orthogonal, ramp
 from .rwkv7 import RWKV7Config, RWKV7State, RWKV7TimeMix
 from .sequences import Sequences
 from .shared_input import linears_of
 from .sliced import SlicedSequences
-from .token_cache import room_for, stored
+from .token_cache import SoftmaxAttentionState, check_room, room_for, stored
 from .token_shift import token_shift
 from .values import EMBEDDED, IDS, RESIDUAL, Values, of_model
 
@@ -44,7 +46,7 @@ class RWKV7AttentionConfig(RWKV7Config):
     """The sizes of an RWKV-7 time mix with attention."""
 
     kind = "rwkv7_attention"
-    grows = True
+    grows = paged = True
     vocab_size: int = 65536
     """V, the number of rows of both tables: that of the model's embeddings."""
     attention_size: int = 256
@@ -55,6 +57,8 @@ class RWKV7AttentionConfig(RWKV7Config):
     """The epsilon of the norms of queries, keys and values."""
     max_length: int = 4096
     """The number of tokens that a row of ``initial_state`` can hold."""
+    window_size = None
+    """Tokens attend to all earlier ones."""
 
     def check_vocab_size(self, complaints: Complaints, vocab_size: int) -> None:
         """Check that each token of the model has its rows."""
@@ -80,12 +84,8 @@ class RWKV7AttentionState(NamedTuple):
     """[N,A], the last key, likewise."""
     value: Tensor
     """[N,C], the last value, likewise."""
-    keys: Tensor
-    """[N,S,A], after their norm."""
-    values: Tensor
-    """[N,S,C], after their norm."""
-    length: Tensor
-    """[N], the number of tokens so far, int64."""
+    cache: SoftmaxAttentionState
+    """Keys [N,S,1,A] and values [N,S,1,C] after their norms, of all tokens."""
 
 
 class DeepEmbedAttention(nn.Module):
@@ -122,7 +122,7 @@ class DeepEmbedAttention(nn.Module):
         nn.init.zeros_(self.lnv.weight)
 
     def forward(self, ids: Tensor, embedded: Tensor, x: Tensor, state: RWKV7AttentionState, sequences: Sequences) -> tuple[Any, ...]:
-        """Map x [B,T,C], ids [B,T] and embeddings [B,T,C] to y [B,T,C] and the new ``query``, ``key``, ``value``, ``keys``, ...."""
+        """Map x [B,T,C], ids [B,T] and embeddings [B,T,C] to y [B,T,C] and the new ``query``, ``key``, ``value`` and ``cache``."""
         q, k, v = linears_of(x, (self.qq, self.k1.T, self.v1.T))
         if sequences.halvings:
             q, k, v = (one * 2.0**sequences.halvings for one in (q, k, v))
@@ -131,8 +131,8 @@ class DeepEmbedAttention(nn.Module):
         q, query = _shifted(q, state.query, self.x_q, self.lnq, sequences)
         k, key = _shifted(k, state.key, self.x_k, self.lnk, sequences)
         v, value = _shifted(v, state.value, self.x_v, self.lnv, sequences)
-        y, keys, values, length = _attended(q, k, v, state, sequences)
-        return y, query, key, value, keys, values, length
+        y, cache = _attended(q, k, v, state.cache, sequences)
+        return y, query, key, value, cache
 
 
 def _shifted(x: Tensor, last: Tensor, factor: Tensor, norm: nn.Module, sequences: Sequences) -> tuple[Tensor, Any]:
@@ -142,25 +142,31 @@ def _shifted(x: Tensor, last: Tensor, factor: Tensor, norm: nn.Module, sequences
     return y, after
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, state: RWKV7AttentionState, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Y [B,T,C] and the new ``keys``, ``values`` and ``length``."""
-    length, here = sequences.read(state.length), sequences.here
+def _attended(q: Tensor, k: Tensor, v: Tensor, cache: Any, sequences: Sequences) -> tuple[Tensor, Any]:
+    """Y [B,T,C] and the new cache."""
+    length, here = sequences.read(cache.length), sequences.here
     after, every = length + sequences.lengths, sequences
+    if isinstance(cache, PagedAttentionState):
+        check_room(cache.room, after, sequences)
+        y = attend_pages(q[:, :, None], k[:, :, None], v[:, :, None], cache, sequences, cap=CAP)
+        return y.squeeze(2), cache._replace(length=after)
     so_far = after
     if isinstance(sequences, SlicedSequences):
         context = sequences.context
         k, v = borders.whole(context, torch.cat([k, v], -1)).split([k.shape[-1], v.shape[-1]], -1)
         every = Sequences(k, None if context.offsets is None else sequences.all_offsets)
-    room = room_for(state.keys.shape[1], after, every)
-    keys, values = (stored(sequences.read(cache), one, length, room, every) for cache, one in ((state.keys, k), (state.values, v)))
-    own_keys, own_values = keys, values
+    k, v, room = k[:, :, None], v[:, :, None], cache.keys.shape[1]
+    if room or sequences.in_place or every.cu_seqlens is not None:
+        room = room_for(room, after, every)
+        k, v = (stored(sequences.read(rows), x, length, room, every) for rows, x in ((cache.keys, k), (cache.values, v)))
+    new, keys, values = SoftmaxAttentionState(k, v, after), k.squeeze(2), v.squeeze(2)
     if isinstance(sequences, SlicedSequences):
         so_far, own = length + context.slice.end, context.slice.sequences
         if context.offsets is not None:
             begins, ends = (sequences.all_offsets[one][own.start : own.stop] for one in (slice(None, -1), slice(1, None)))
-            own_keys, own_values = (x[own.start : own.stop] for x in (keys, values))
+            keys, values = (x[own.start : own.stop] for x in (keys, values))
             so_far = length[own.start : own.stop] + ends.clamp(max=context.slice.end) - begins
-    return attention(q, own_keys, own_values, so_far, here), keys, values, after
+    return attention(q, keys, values, so_far, here), new
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:
@@ -202,6 +208,7 @@ class RWKV7AttentionTimeMix(RWKV7TimeMix):
     """
 
     config: RWKV7AttentionConfig
+    step = Mixer.step  # type: ignore[assignment]
 
     def __init__(self, config: RWKV7AttentionConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(config, hidden_size, layer, num_layers)
@@ -216,11 +223,16 @@ class RWKV7AttentionTimeMix(RWKV7TimeMix):
         """The same with room for 0 tokens, and with gradients of ``time_state``."""
         return self._with_room(super().empty_state(count, like), like, 0)
 
+    def unpaged(self, like: Tensor) -> str | None:
+        """Why no kernel attends to pages of keys of tensors like this one. Plain PyTorch waits for the device."""
+        return f"scores are at most {CAP:.0f}, and heads of values have another size than those of keys"
+
     def _with_room(self, state: RWKV7State, like: Tensor, room: int) -> RWKV7AttentionState:
         N, A, C = state.shift.shape[0], self.config.attention_size, self.hidden_size
-        sizes = (N, A), (N, A), (N, C), (N, room, A), (N, room, C)
+        lasts = (like.new_zeros(N, size) for size in (A, A, C))
         length = torch.zeros(N, dtype=torch.int64, device=like.device)
-        return RWKV7AttentionState._make((*state, *(like.new_zeros(one) for one in sizes), length))
+        cache = SoftmaxAttentionState(like.new_zeros(N, room, 1, A), like.new_zeros(N, room, 1, C), length)
+        return RWKV7AttentionState._make((*state, *lasts, cache))
 
     def mix(self, x: Tensor, state: Any, sequences: Sequences, values: Values | None = None) -> tuple[Any, ...]:
         """Y, the new state and, of layer 0, v."""

@@ -219,6 +219,9 @@ class Sequences:
     def write(self, pools: State, states: State) -> None:
         """Write new states [N,...] to rows of their pools. If the new state is the pool itself, a kernel has written it."""
         for pool, state in zip(pools, states):
+            if isinstance(pool, tuple):  # a part with parts of its own
+                self.write(pool, state)
+                continue
             if isinstance(state, LastTokens):
                 assert self.slots is not None
                 if pool_rows.write_rows(state.x[0], pool, self.slots, self.ends):

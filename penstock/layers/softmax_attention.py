@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..errors import Complaints, RangeError
 from ..softmax import softmax_attention
 from ..tokens import borders
 from ..tokens.dtypes import state_dtype
-from .attention_pages import PAGE, PagedAttentionState, attend_pages
+from .attention_pages import PagedAttentionState, attend_pages, unpaged
 from .chains import operated
 from .halving import last_map
 from .heads import projection
@@ -22,7 +22,7 @@ from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 from .shared_input import linears_of
 from .sliced import SlicedSequences
-from .token_cache import check_room, room_for, stored
+from .token_cache import SoftmaxAttentionState, check_room, room_for, stored
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SoftmaxAttentionConfig(MixerConfig):
     """The sizes of a softmax attention layer."""
 
     kind = "softmax_attention"
-    grows = True
+    grows = paged = True
     num_heads: int
     num_kv_heads: int | None = None
     """Heads of k and v. Each is shared by num_heads / num_kv_heads consecutive heads of q. Default: num_heads."""
@@ -65,23 +65,6 @@ class SoftmaxAttentionConfig(MixerConfig):
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> SoftmaxAttention:
         """A new layer."""
         return SoftmaxAttention(self, hidden_size)
-
-
-class SoftmaxAttentionState(NamedTuple):
-    """The state of a layer: a cache of up to S tokens per sequence."""
-
-    keys: Tensor
-    """[N,S,G,D], after the rotary embedding."""
-    values: Tensor
-    """[N,S,G,D]"""
-    length: Tensor
-    """[N], the number of tokens so far, int64."""
-
-    def paged(self, pages: int = 0, most: int = 0) -> PagedAttentionState:
-        """The rows before their first token, with room in ``pages`` pages that all rows share, ``most`` of them for a row."""
-        keys, values = (x.new_zeros(pages, PAGE, *x.shape[2:]) for x in (self.keys, self.values))
-        table = torch.zeros(len(self.length), most, dtype=torch.int32, device=self.length.device)
-        return PagedAttentionState(keys, values, table, torch.zeros_like(self.length))
 
 
 class SoftmaxAttention(Mixer):
@@ -121,6 +104,10 @@ class SoftmaxAttention(Mixer):
         shape = count, self.config.max_length if max_length is None else max_length, *self.sizes[1:]
         length = torch.zeros(count, dtype=torch.int64, device=like.device)
         return SoftmaxAttentionState(like.new_zeros(shape), like.new_zeros(shape), length)
+
+    def unpaged(self, like: Tensor) -> str | None:
+        """See ``attention_pages.unpaged``."""
+        return unpaged(like, self.sizes[-1])
 
     def empty_state(self, count: int, like: Tensor) -> SoftmaxAttentionState:
         """Rows for 0 tokens."""

@@ -1,13 +1,54 @@
-"""Caches of the tokens of sequences, which grow: rows [N,S,...] with room for S tokens of each of N sequences."""
+"""Caches of the keys and values of sequences, which grow: rows [N,S,...] with room for S tokens of each of N sequences."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
+from .attention_pages import PAGE, PagedAttentionState
 from .sequences import Sequences
+
+
+class SoftmaxAttentionState(NamedTuple):
+    """The state of a layer: a cache of up to S tokens per sequence."""
+
+    keys: Tensor
+    """[N,S,G,D], as queries are compared with them: after the rotary embedding."""
+    values: Tensor
+    """[N,S,G,D], or with a last axis of another size."""
+    length: Tensor
+    """[N], the number of tokens so far, int64."""
+
+    def paged(self, pages: int = 0, most: int = 0) -> PagedAttentionState:
+        """The rows before their first token, with room in ``pages`` pages that all rows share, ``most`` of them for a row."""
+        keys, values = (x.new_zeros(pages, PAGE, *x.shape[2:]) for x in (self.keys, self.values))
+        table = torch.zeros(len(self.length), most, dtype=torch.int32, device=self.length.device)
+        return PagedAttentionState(keys, values, table, torch.zeros_like(self.length))
+
+
+def caches(state: Any, name: str = "state") -> Iterator[tuple[str, SoftmaxAttentionState]]:
+    """The caches in a state of a mixer, a layer or a model with their names, as ``state[3].mixer``."""
+    if isinstance(state, SoftmaxAttentionState):
+        yield name, state
+    elif isinstance(state, list | tuple):
+        fields = getattr(state, "_fields", None)
+        for n, one in enumerate(state):
+            yield from caches(one, f"{name}.{fields[n]}" if fields else f"{name}[{n}]")
+
+
+def paged(state: Any, pages: Callable[[SoftmaxAttentionState], PagedAttentionState]) -> Any:
+    """A state of a mixer, a layer or a model, with ``pages`` of each cache in its place."""
+    if isinstance(state, SoftmaxAttentionState):
+        return pages(state)
+    if isinstance(state, Tensor):
+        return state
+    parts = [paged(one, pages) for one in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else parts
 
 
 def room_for(room: int, after: Tensor, sequences: Sequences) -> int:

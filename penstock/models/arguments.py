@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,11 +57,20 @@ def marks(state: object, *others: object) -> tuple[object, ...] | None:
         for one in state:
             for part in (one.mixer, one.channel):
                 found.append(type(part))
-                for x in part:
+                for x in _tensors(part):
                     found += (type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_inference())
     except (AttributeError, TypeError, RuntimeError):  # not such a state: the check says what is wrong
         return None
     return tuple(found)
+
+
+def _tensors(part: Any) -> Iterator[Any]:
+    """The tensors of a state, which may have parts of its own."""
+    for one in part:
+        if isinstance(one, tuple):
+            yield from _tensors(one)
+        else:
+            yield one
 
 
 def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], count: int | None, written: bool) -> None:

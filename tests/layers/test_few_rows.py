@@ -272,7 +272,7 @@ def test_decode_steps_of_models(name, dtype, request):
         expected |= {"rwkv_step"}
     if name == "rwkv6":
         expected |= {"low_rank", "low_rank_decay"}
-    if name in ("rwkv7", "rwkv7a"):
+    if name in ("rwkv7", "rwkv7a", "rwkv7b"):
         expected |= {"rwkv7_step"} | ({"low_rank_products"} if dtype == torch.float16 else set())
     if any(isinstance(one, convolution.ShortConvolution) for one in model.modules()):
         expected |= {"convolution_in_place"}

@@ -30,6 +30,8 @@ def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> Non
     plain, large = outputs(deep(name, 0)), enlarged(deep(name, 1), power)
     assert not enlarged(deep(name, 0), power)(IDS).logits.isfinite().all()
     for x, y in zip(outputs(large), plain):
+        if name == "rwkv7b" and x.shape[-2:] == (1, 24):  # values in a cache, which are added to the stream
+            x = x * 0.5**power
         assert (x != y).sum() <= x.numel() / 50
         assert not x.numel() or error(x, y) < 2e-4
 
@@ -75,7 +77,10 @@ def test_halving_changes_nothing_in_range(name: str, dtype: torch.dtype) -> None
             assert torch.equal(x, y) or (dtype == torch.float16 and error(x, y) < 2e-4)
         for one, x in gradients.items():
             if dtype == torch.float16:
-                assert error(x, exact[one] * scale) < 1.2 * error(results[0][1][one], exact[one] * scale) + 2e-3
+                # a bias of all keys adds nearly the same to all scores of a query: the terms of its gradient cancel
+                size = exact[one.replace("lnk.bias", "lnk.weight")].norm() * scale
+                errors = [(given.double() - exact[one] * scale).norm() / size for given in (x, results[0][1][one])]
+                assert errors[0] < 1.2 * errors[1] + 2e-3
             else:
                 assert torch.equal(x, results[0][1][one])
 

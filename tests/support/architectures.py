@@ -99,6 +99,8 @@ def randomised(module: nn.Module, seed: int = 1) -> None:
             size = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() == 2 else 0.3
             size = 1.0 if name == "embeddings.weight" else size
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size)
+            if name.endswith(("lnq.weight", "lnk.weight")):
+                parameter.mul_(6)  # scores near their bound
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> CausalLM:

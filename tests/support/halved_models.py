@@ -26,6 +26,9 @@ def deep(name: str, every: int, dtype: torch.dtype = torch.float16, layers: int 
     for place, one in last_maps(model).items():
         for x in one.parameters():
             x.data.mul_(2.0 ** int(place.split(".")[1]))
+    for name, x in model.named_parameters():  # few bits: smaller by a power of two, they are no less exact
+        if ".attention." in name:
+            x.data = (x.data * 2**10).round() / 2**10
     return model
 
 
@@ -40,8 +43,13 @@ def enlarged(model: CausalLM, power: int) -> CausalLM:
         for x in one.parameters():
             x.mul_(2.0**power)
     part = power // 2
-    for name, x in model.named_parameters():  # DeepEmbed: its matrices 2**part times as large, which s1 undoes
-        x.mul_(2.0 ** {"s_emb_x": part - power, "s_emb": part, "s1": -part}.get(name.removesuffix(".weight").rpartition(".")[2], 0))
+    rest = power - part  # DeepEmbed: its matrices are 2**part times as large, which s1 undoes
+    changes = {"channel.s_emb_x": -rest, "channel.s_emb": part, "channel.s1": -part}
+    inside = {"qq": -power, "k1": -part, "k2": -rest, "v1": -part, "v2": -rest, "k_emb_x": -power, "v_emb_x": -power, "lnv": power}
+    changes |= {f"attention.{name}": change for name, change in inside.items()}  # it reads the stream and the embeddings
+    for name, x in model.named_parameters():
+        place = name.removesuffix(".weight").removesuffix(".bias").split(".")[-2:]
+        x.mul_(2.0 ** changes.get(".".join(place), 0))
     for one in (model.norm, *(norm for layer in model.layers for norm in (layer.mixer_norm, layer.channel_norm))):
         if one is not None:
             one.eps *= 4.0**power
