@@ -303,6 +303,8 @@ def refuses_products(c: Linears) -> str | None:
         return "it takes one dtype of 16 bits"
     if any(one.shape != x.shape for one in inputs) or any(one.shape[1:] != x.shape[-1:] for one in weights):
         return "all inputs must have one shape, which fits the weights"
+    if gate is not None and gate.shape != (*x.shape[:-1], weights[0].shape[0]):
+        return "the gate must have the shape of the result"
     if not all(one.is_contiguous() or one.T.is_contiguous() for one in weights):
         return "weights must be contiguous"
     if private.autocasting():

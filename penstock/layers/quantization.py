@@ -42,6 +42,15 @@ class Quantized(NamedTuple):
         """Its format."""
         return "int8" if self.codes.dtype == torch.int8 else "int4"
 
+    def fits(self, columns: int) -> bool:
+        """Whether codes and scales have the dtypes and sizes of a weight of this many columns. A state_dict may assign others."""
+        codes, scales = self
+        if codes.dtype == torch.int8:
+            return scales.dtype == torch.float32 and codes.shape[1:] == (columns,) and scales.shape == codes.shape[:1]
+        groups = -(-columns // GROUP)
+        sizes = codes.shape[1:] == (groups * HALF,) and scales.shape == (codes.shape[0], groups)
+        return sizes and (codes.dtype, scales.dtype) == (torch.uint8, torch.bfloat16)
+
     def weight(self, columns: int, dtype: torch.dtype) -> Tensor:
         """The weight [N,columns] in this dtype."""
         codes, scales = self

@@ -92,6 +92,7 @@ def takes_quantized(x: Tensor, weight: Quantized, many: bool = False) -> bool:
         and x.dim() > 0
         and x.numel() > 0
         and (many or x.numel() < ROWS * x.shape[-1])
+        and weight.fits(x.shape[-1])
         and all(part.is_contiguous() and part.numel() > 0 and part.device == x.device for part in weight)
         and x.device.type == "cpu"
         and UNAVAILABLE is None
