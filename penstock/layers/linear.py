@@ -132,6 +132,8 @@ def _refuses_plain(c: _Linear) -> str | None:
 def _refuses_native(c: _Linear) -> str | None:
     if c.why is not None:
         return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
+    if c.compiling and torch.compiler.is_exporting():
+        return native.EXPORTED
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
         return native.absent(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
     return why

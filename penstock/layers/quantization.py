@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from ..tokens.dtypes import state_dtype
+
 Kind = Literal["int8", "int4"]
 KINDS: tuple[str, ...] = get_args(Kind)
 GROUP = 64
@@ -54,7 +56,7 @@ class Quantized(NamedTuple):
     def weight(self, columns: int, dtype: torch.dtype) -> Tensor:
         """The weight [N,columns] in this dtype."""
         codes, scales = self
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = state_dtype(dtype)
         if self.kind == "int8":
             return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
         grouped = codes.view(len(codes), -1, HALF)

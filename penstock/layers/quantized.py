@@ -110,6 +110,8 @@ def _refuses(c: _Call) -> str | None:
 
 
 def _refuses_native(c: _Call) -> str | None:
+    if c.compiling and torch.compiler.is_exporting():
+        return native.EXPORTED
     if (why := native.absent(c.x.device) or _refuses(c)) is not None:
         return why
     if native.takes_quantized(c.x, c.weight, c.where.alike):
