@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call.versions import version
 from ..errors import installing
 
 
@@ -100,6 +101,13 @@ def _become(target: Target | None) -> None:
     _stand_in = target
     Target.of.cache_clear()
     unavailable.cache_clear()
+
+
+def uncompiled(x: torch.Tensor) -> str | None:
+    """Why Triton does not compile kernels with several products for the GPU of x, or None. Those of one product compile."""
+    if x.device.type != "cuda" or not Target.of(x.device).arch.startswith("sm_10") or version("triton") >= (3, 5):
+        return None
+    return "Triton 3.4 does not compile it for this GPU (sm_100): install Triton 3.5 or newer"
 
 
 def power(x: int, least: int = 16) -> int:

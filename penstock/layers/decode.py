@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..call import private
 from . import decode_examples
-from .as_written import altered
 from .chains import Chain, ChainForm, native, plain
 from .cpu import decode as natively
 from .cpu import refusal as refusal_of_native
@@ -22,6 +21,7 @@ from .decode_examples import OneRow, ShiftedNorm, Step
 from .fused import NormParts, norm_of
 from .linear import called, plain_weights
 from .modes import mode, ready, refuses_graph
+from .norms import refuses_group_norm
 from .token_shift import Shifted
 from .triton import absent, launching, refusal
 
@@ -59,7 +59,12 @@ def refuses_native_step(function: str, tensors: Sequence[Tensor | None], pool: T
         return "it takes one token per sequence"
     if mode().alike:
         return "the call is inside rows_alike"
-    return None if pool.shape[0] else "the pool has no rows"
+    slots, count = sequences.slots, sequences.count
+    if not private.fast((slots,)):
+        return "slots are of a subclass, or lazily negated"
+    if tensors[0].shape[:-1] != (count, 1) or (slots is not None and len(slots) != count):  # type: ignore[union-attr]
+        return "there is not one token, and one slot, for each sequence"
+    return None if pool.shape[0] >= (count if slots is None else 1) else "the pool has no row for a sequence"
 
 
 def shifted_norm(
@@ -82,6 +87,8 @@ def _refuses_shifted_norm(c: ShiftedNorm) -> str | None:
         return f"token_shift is faster for more than {SHIFTED_TOKENS} tokens"
     if isinstance(parts := norm_of(c.norm, sequences.halvings), str):
         return f"the norm {parts}"
+    if not c.fits(parts):
+        return "there are no tokens, or sizes differ"
     if (why := refusal(x, y, parts.weight, parts.bias, c.pool, *c.factors)) is not None:
         return why
     if parts.weight.dtype != x.dtype or (y is not None and y.dtype != x.dtype):
@@ -116,7 +123,9 @@ def _refuses_shifted_norm_natively(c: ShiftedNorm) -> str | None:
         return f"the norm {parts}"
     if (why := refuses_native_step("shifted_norm", (x, y, parts.weight, parts.bias, *c.factors), c.pool, c.sequences)) is not None:
         return why
-    return natively.refuses_shift(x, y, [one for one in parts[:2] if one is not None], c.pool, c.factors)
+    if not c.fits(parts):
+        return "there are no tokens, or sizes differ"
+    return natively.refuses_shift(x, y, [one for one in parts[:2] if one is not None], c.factors)
 
 
 def _shifted_norm_natively(c: ShiftedNorm) -> Any:
@@ -309,14 +318,19 @@ def rwkv_step(
     return RWKV_STEP(Step(r, k, v, gate, u, bias, norm, pool, sequences, low_rank, lasts))
 
 
+def _refuses_parts(c: Step) -> str | None:
+    """Why no kernel takes this norm and these sizes, or None."""
+    if (why := refuses_group_norm(c.norm, c.pool.shape[1])) is not None:
+        return f"the norm {why}"
+    return None if c.fits else "sizes differ"
+
+
 def _refuses_rwkv_step(c: Step) -> str | None:
     if (why := refuses_step(c.sequences)) is not None:
         return why
     norm, (low, up), (K, V) = c.norm, c.low_rank or (None, None), c.pool.shape[2:]
-    if (why := altered(norm, nn.GroupNorm)) is not None:
-        return f"the norm {why}"
-    if norm.weight is None or norm.bias is None:
-        return "the norm has no weight or bias"
+    if (why := _refuses_parts(c)) is not None:
+        return why
     activations = [x for x in (c.r, c.k, c.v, c.gate, low) if x is not None]
     weights = [x for x in (norm.weight, norm.bias, up) if x is not None]
     if (why := refusal(*activations, *weights, c.u, c.bias, c.pool)) is not None:
@@ -347,10 +361,8 @@ def _refuses_rwkv_step_natively(c: Step) -> str | None:
     if not c.r.is_cpu:
         return "its tensors are not on a CPU"
     norm, (low, up) = c.norm, c.low_rank or (None, None)
-    if (why := altered(norm, nn.GroupNorm)) is not None:
-        return f"the norm {why}"
-    if norm.weight is None or norm.bias is None:
-        return "the norm has no weight or bias"
+    if (why := _refuses_parts(c)) is not None:
+        return why
     tokens = [x for x in (c.r, c.k, c.v, c.gate, low, up) if x is not None]
     learned = [norm.weight, norm.bias]
     if (why := refuses_native_step("rwkv_step", (*tokens, *learned, c.u, c.bias), c.pool, c.sequences)) is not None:
@@ -359,7 +371,7 @@ def _refuses_rwkv_step_natively(c: Step) -> str | None:
         return "it replaces no rows of shift states"
     if low is not None and up is not None and not (up.is_contiguous() and refuses_rows(low, [up]) is None):
         return f"it takes fewer than {ROWS} tokens, and contiguous weights"
-    return natively.refuses_step(c.r, c.k, c.v, c.gate, c.low_rank, learned, c.pool)
+    return natively.refuses_step(tokens, learned)
 
 
 def _rwkv_step_natively(c: Step) -> Tensor:

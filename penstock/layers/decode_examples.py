@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..tokens.dtypes import state_dtype
 from .examples import HALF, Draw, examples
-from .fused import norm_formula, norm_of
+from .fused import NormParts, norm_formula, norm_of
 from .linear import Linear
 from .modes import in_graph
 from .sequences import Sequences, drawn
@@ -34,6 +34,12 @@ class ShiftedNorm(NamedTuple):
     factors: tuple[Tensor, ...]
     complement: bool
     kept: bool
+
+    def fits(self, parts: NormParts) -> bool:
+        """Whether there are tokens, and all sizes are theirs."""
+        C, learned = self.x.shape[-1], [one for one in (*parts[:2], *self.factors) if isinstance(one, Tensor)]
+        same = self.y is None or self.y.shape == self.x.shape
+        return bool(self.x.numel()) and same and self.pool.shape[1:] == (C,) and all(one.numel() == C for one in learned)
 
 
 class OneRow(NamedTuple):
@@ -64,6 +70,19 @@ class Step(NamedTuple):
     sequences: Sequences
     low_rank: tuple[Tensor, Tensor] | None
     lasts: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether tokens, the low-rank part and the norm have the sizes of the pool."""
+        (H, K, V), rows = self.pool.shape[1:], self.r.shape[:-1]
+        keys, values = (*rows, H * K), (*rows, H * V)
+        if not (self.r.shape == self.k.shape == keys and self.v.shape == self.gate.shape == values):
+            return False
+        if self.low_rank is not None:
+            low, up = self.low_rank
+            if low.shape != (*rows, len(up)) or up.shape != (len(up), H * K):
+                return False
+        return self.norm.weight.numel() == self.norm.bias.numel() == H * V
 
 
 def _normed(x: Tensor, y: Tensor | None, norm: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:

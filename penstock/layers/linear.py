@@ -132,6 +132,8 @@ def _refuses_plain(c: _Linear) -> str | None:
 def _refuses_native(c: _Linear) -> str | None:
     if c.why is not None:
         return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
+    if c.compiling and torch.compiler.is_exporting():
+        return native.EXPORTED
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
         return native.absent(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
     return why
@@ -303,6 +305,8 @@ def refuses_products(c: Linears) -> str | None:
         return "it takes one dtype of 16 bits"
     if any(one.shape != x.shape for one in inputs) or any(one.shape[1:] != x.shape[-1:] for one in weights):
         return "all inputs must have one shape, which fits the weights"
+    if gate is not None and gate.shape != (*x.shape[:-1], weights[0].shape[0]):
+        return "the gate must have the shape of the result"
     if not all(one.is_contiguous() or one.T.is_contiguous() for one in weights):
         return "weights must be contiguous"
     if private.autocasting():

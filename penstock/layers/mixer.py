@@ -89,6 +89,8 @@ class Mixer(nn.Module):
     """Values of earlier layers that ``mix`` gets as its last argument, by name, each with its size of the last axis."""
     yields: Mapping[str, int] = {}
     """Values for later layers that ``mix`` returns as a dict after y and the state, likewise."""
+    vocab_size: int | None = None
+    """The number of tokens that a mixer knows which takes ``ids``. None: any."""
     _stepped: ClassVar[Any] = None
     """The ``mix`` that ``step`` belongs to."""
 
@@ -198,7 +200,7 @@ class Mixer(nn.Module):
         complaints = Complaints(f"{type(self).__name__}.{function}")
         check_input(complaints, x, self.hidden_size)
         complaints.raise_any()
-        check_values(complaints, values, x, self.takes)
+        check_values(complaints, values, x, self.takes, self.vocab_size)
         complaints.raise_any()
         sequences = sequences_of(complaints, x, "x", cu_seqlens, slots, state, in_place=in_place, context=context)
         if in_place or state is not None:

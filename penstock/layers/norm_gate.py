@@ -19,7 +19,7 @@ from .chains import Chain, ChainForm, launches, plain
 from .examples import Draw, examples
 from .fused import activated
 from .linear import Linear, as_products, linear, map_after, product_dtype
-from .norms import RMSNorm
+from .norms import RMSNorm, refuses_group_norm
 from .triton import launching, refusal
 
 Gate = Literal["silu", "sigmoid", "identity"]
@@ -56,9 +56,9 @@ def norm_gate(
     Returns the result of the linear map for a Tensor [B,T,H*V].
     """
     weight, bias, eps = (getattr(norm, name, None) for name in ("weight", "bias", "eps"))
-    why = altered(norm, nn.GroupNorm if grouped else RMSNorm)
-    if why is None and (eps is None or (grouped and (weight is None or bias is None))):
-        why = "has no eps, weight or bias"
+    why = refuses_group_norm(norm, x.shape[2]) if grouped else altered(norm, RMSNorm)  # type: ignore[arg-type]
+    if why is None and eps is None:
+        why = "has no eps"
     return NORM_GATE(_NormGate(x, gate, norm, then, grouped, activation, added, weight, bias, eps, why, *map_after(then)))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..tokens.dtypes import state_dtype
-from .as_written import remembered
+from .as_written import altered, remembered
 
 
 @remembered
@@ -17,6 +17,15 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,C] to the same shape."""
         return super().forward(x if self.weight is None else x.to(self.weight.dtype))
+
+
+def refuses_group_norm(norm: nn.GroupNorm, heads: int) -> str | None:
+    """Why kernels do not compute the norm of heads by a group norm, or None."""
+    if (why := altered(norm, nn.GroupNorm)) is not None:
+        return why
+    if norm.weight is None or norm.bias is None:
+        return "has no weight or bias"
+    return None if norm.num_groups == heads else f"has {norm.num_groups} groups for {heads} heads"
 
 
 @remembered

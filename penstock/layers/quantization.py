@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from ..tokens.dtypes import state_dtype
+
 Kind = Literal["int8", "int4"]
 KINDS: tuple[str, ...] = get_args(Kind)
 GROUP = 64
@@ -42,10 +44,19 @@ class Quantized(NamedTuple):
         """Its format."""
         return "int8" if self.codes.dtype == torch.int8 else "int4"
 
+    def fits(self, columns: int) -> bool:
+        """Whether codes and scales have the dtypes and sizes of a weight of this many columns. A state_dict may assign others."""
+        codes, scales = self
+        if codes.dtype == torch.int8:
+            return scales.dtype == torch.float32 and codes.shape[1:] == (columns,) and scales.shape == codes.shape[:1]
+        groups = -(-columns // GROUP)
+        sizes = codes.shape[1:] == (groups * HALF,) and scales.shape == (codes.shape[0], groups)
+        return sizes and (codes.dtype, scales.dtype) == (torch.uint8, torch.bfloat16)
+
     def weight(self, columns: int, dtype: torch.dtype) -> Tensor:
         """The weight [N,columns] in this dtype."""
         codes, scales = self
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = state_dtype(dtype)
         if self.kind == "int8":
             return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
         grouped = codes.view(len(codes), -1, HALF)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
+from ..errors import Complaints, ShapeError
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
 from .cpu import linear as native
@@ -53,6 +54,10 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,inputs] to [...,outputs]."""
+        if x.shape[-1:] != (self.in_features,):  # kernels would read other rows of the codes, int4 codes of the padding
+            complaints = Complaints(type(self).__name__)
+            complaints.add(ShapeError, "x", f"of shape [...,{self.in_features}]", list(x.shape), "Its last axis are the inputs of the map.")
+            complaints.raise_any()
         return QUANTIZED_LINEAR(_call(x, Quantized(self.codes, self.scales), self.bias))
 
     def extra_repr(self) -> str:
@@ -105,6 +110,8 @@ def _refuses(c: _Call) -> str | None:
 
 
 def _refuses_native(c: _Call) -> str | None:
+    if c.compiling and torch.compiler.is_exporting():
+        return native.EXPORTED
     if (why := native.absent(c.x.device) or _refuses(c)) is not None:
         return why
     if native.takes_quantized(c.x, c.weight, c.where.alike):
@@ -129,6 +136,8 @@ def _refuses_rows(x: Tensor, weights: Sequence[Quantized], where: Mode) -> str |
         return "there are no tokens or no weights"
     if not all(part.is_contiguous() for one in weights for part in one):
         return "codes and scales must be contiguous"
+    if not all(one.fits(x.shape[-1]) for one in weights):
+        return "codes or scales have another dtype or size than the format has"
     count = x.numel() // x.shape[-1]
     if count > ROWS and not where.alike:
         return f"it takes at most {ROWS} tokens outside of rows_alike, got {count}"
@@ -222,6 +231,8 @@ def refuses_together(inputs: Sequence[Tensor], maps: Sequence[Any], gate: Tensor
         return "all inputs must have one shape, which fits the weights"
     if any(one is not None and one.dtype != x.dtype for one in (*inputs, gate)):
         return "it takes one dtype"
+    if gate is not None and gate.shape != (*x.shape[:-1], maps[0].out_features):
+        return "the gate must have the shape of the result"
     return _refuses_rows(x, [maps[n].quantized for n in places], where)
 
 

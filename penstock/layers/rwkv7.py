@@ -276,7 +276,7 @@ class RWKV7ChannelMix(Mixer):
         self.key = matrix(C, F, gain=1)
         self.value = matrix(F, C, gain=0)
         if E is not None and config.vocab_size is not None:
-            self.takes = of_model(C)
+            self.takes, self.vocab_size = of_model(C), config.vocab_size
             self.s_emb = nn.Embedding(config.vocab_size, E * E)
             nn.init.zeros_(self.s_emb.weight)
             self.s_emb_x = matrix(C, E * E, gain=math.sqrt(max(E * E / C, 1) / E))  # elements of D are about E^-1/2

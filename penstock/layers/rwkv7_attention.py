@@ -212,7 +212,7 @@ class RWKV7AttentionTimeMix(RWKV7TimeMix):
 
     def __init__(self, config: RWKV7AttentionConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(config, hidden_size, layer, num_layers)
-        self.takes = {**self.takes, **of_model(hidden_size), RESIDUAL: hidden_size}
+        self.takes, self.vocab_size = {**self.takes, **of_model(hidden_size), RESIDUAL: hidden_size}, config.vocab_size
         self.attention = DeepEmbedAttention(config, hidden_size, 1 - layer / num_layers)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> RWKV7AttentionState:

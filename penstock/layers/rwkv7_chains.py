@@ -104,6 +104,13 @@ class RecurrenceCall(NamedTuple):
         return [*self.learned, *([] if self.mixed is None else [self.mixed.v0])]
 
     @property
+    def fits(self) -> bool:
+        """Whether tokens and parameters have the sizes of their heads."""
+        size = self.learned.r_k.numel()
+        shape = (*self.r.shape[:-1], size)
+        return all(one.shape == shape for one in self.tokens) and all(one.numel() == size for one in self.parameters)
+
+    @property
     def tensors(self) -> list[Tensor | None]:
         """All tensors: tokens as [B*T,H,N], parameters as [H,N]."""
         H, N = self.learned.r_k.shape
@@ -112,13 +119,15 @@ class RecurrenceCall(NamedTuple):
         def shaped(shape: tuple[int, ...], *given: Tensor | None) -> list[Tensor | None]:
             return [None if x is None else x.reshape(shape).contiguous() for x in given]
 
-        rows, head = (-1, H, N), (H, N)
+        rows, head = (self.r.shape[0] * self.r.shape[1], H, N), (H, N)
         return [*shaped(rows, *self[:4]), *shaped(head, *self.learned), *shaped(rows, *tokens), *shaped(head, v0)]
 
 
 def _refuses(c: RecurrenceCall) -> str | None:
     if (N := c.learned.r_k.shape[1]) > LARGEST:
         return f"it takes heads of at most {LARGEST} channels, got {N}"
+    if not c.fits:
+        return "sizes differ"
     if (why := refusal(*c.tokens, *c.parameters)) is not None:
         return why
     return None if all(one.dtype == c.r.dtype for one in c.tokens) else "all tokens must have one dtype"

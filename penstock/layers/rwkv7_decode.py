@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..tokens.dtypes import state_dtype
 from .activations import sigmoid, tanh
-from .as_written import altered
 from .chains import Chain, ChainForm
 from .chains import native as native_form
 from .cpu import refusal as refusal_of_native
@@ -24,6 +23,7 @@ from .decode import PARTS, refuses_native_step, refuses_step
 from .examples import HALF, Draw, examples
 from .linear import linear
 from .modes import in_graph, mode, ready, refuses_graph, rows_alike
+from .norms import refuses_group_norm
 from .rwkv7_chains import Learned, Mixed, RecurrenceCall, drawn_inputs, inputs_formula
 from .sequences import Sequences, drawn
 from .triton import launching, refusal
@@ -63,6 +63,14 @@ class _Maps(NamedTuple):
     maps: tuple[LowRankMap, ...]
     hidden: tuple[Tensor, ...] = ()
 
+    @property
+    def fits(self) -> bool:
+        """Whether the inputs have one shape, which fits the weights."""
+        shape = self.maps[0].x.shape
+        if any(one.x.shape != shape or one.down.shape != (shape[-1], len(one.up)) or one.up.dim() != 2 for one in self.maps):
+            return False
+        return all(low.shape == (*shape[:-1], len(one.up)) for low, one in zip(self.hidden, self.maps))
+
 
 def _refuses_maps(c: _Maps) -> str | None:
     alike = mode().alike and bool(c.hidden)
@@ -74,6 +82,8 @@ def _refuses_maps(c: _Maps) -> str | None:
     tensors = [*weights, *(c.hidden or (one.x for one in c.maps))]
     if (why := refusal(*tensors)) is not None:
         return why
+    if not c.fits:
+        return "sizes differ"
     x, launch = c.maps[0].x, launching("rwkv7_step_launch")
     if x.element_size() != 2 or any(one.dtype != x.dtype for one in tensors):
         return "it takes one dtype of 16 bits"
@@ -92,11 +102,9 @@ def _refuses_maps_natively(c: _Maps) -> str | None:
     tensors = [*c.hidden, *(one.x for one in c.maps), *(one.down for one in c.maps), *(one.up for one in c.maps)]
     if (why := refusal_of_native("products", tensors, alike=True)) is not None:
         return why
-    weights = [one for each in c.maps for one in each[1:3]]
-    if any(one.x.shape != x.shape or one.down.shape != (x.shape[-1], len(one.up)) for one in c.maps) or any(
-        low.shape != (*x.shape[:-1], len(one.up)) for low, one in zip(c.hidden, c.maps)
-    ):
+    if not c.fits:
         return "sizes differ"
+    weights = [one for each in c.maps for one in each[1:3]]
     return refuses_rows(x, weights) if all(one.is_contiguous() for one in weights) else "weights must be contiguous"
 
 
@@ -173,13 +181,19 @@ class Step(NamedTuple):
     sequences: Sequences
 
 
-def _refuses(c: Step) -> str | None:
-    if (why := refuses_step(c.sequences)) is not None:
-        return why
-    if (why := altered(c.norm, nn.GroupNorm)) is not None:
+def _refuses_parts(c: Step) -> str | None:
+    """Why no kernel takes this norm and these sizes, or None."""
+    H, N = c.inputs.learned.r_k.shape
+    if (why := refuses_group_norm(c.norm, H)) is not None:
         return f"the norm {why}"
-    if c.norm.weight is None or c.norm.bias is None:
-        return "the norm has no weight or bias"
+    shape = c.inputs.r.shape
+    fits = c.inputs.fits and c.values.shape == c.gate.shape == shape and c.norm.weight.numel() == c.norm.bias.numel() == H * N
+    return None if fits and c.pool.shape[1:] == (H, N, N) else "sizes differ"
+
+
+def _refuses(c: Step) -> str | None:
+    if (why := refuses_step(c.sequences) or _refuses_parts(c)) is not None:
+        return why
     if (N := c.inputs.learned.r_k.shape[1]) > LARGEST:
         return f"it takes heads of at most {LARGEST} channels, got {N}"
     tokens = [*c.inputs.tokens, c.values, c.gate]
@@ -205,10 +219,8 @@ def _by_kernel(c: Step) -> Tensor:
 def _refuses_native(c: Step) -> str | None:
     if not c.gate.is_cpu:
         return "its tensors are not on a CPU"
-    if (why := altered(c.norm, nn.GroupNorm)) is not None:
-        return f"the norm {why}"
-    if c.norm.weight is None or c.norm.bias is None:
-        return "the norm has no weight or bias"
+    if (why := _refuses_parts(c)) is not None:
+        return why
     tokens, learned = [*c.inputs.tokens, c.values, c.gate], [*c.inputs.parameters, c.norm.weight, c.norm.bias]
     if (why := refuses_native_step("rwkv7_step", (*tokens, *learned), c.pool, c.sequences)) is not None:
         return why

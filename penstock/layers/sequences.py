@@ -56,7 +56,9 @@ class Sequences:
         self._kept: dict[Any, Any] = {}
 
     def _once(self, name: Any, make: Callable[[], Kept]) -> Kept:
-        """The result of ``make``, cached at the first use (``cached_property`` breaks compiled graphs)."""
+        """The result of ``make``, cached at the first use, except in compiled graphs: ``checkpoint`` allows no writes to it there."""
+        if torch.compiler.is_compiling():
+            return make()
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.validation import check_tensor
+from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described
 from .as_written import unwrapped
 
@@ -78,8 +78,8 @@ def _refuse(module: nn.Module, wanted: Mapping[str, int], what: str) -> None:
     complaints.raise_any()
 
 
-def check_values(complaints: Complaints, values: object, x: Tensor, takes: Mapping[str, int]) -> None:
-    """Check the values of a direct call of a mixer, for tokens x [B,T,C]."""
+def check_values(complaints: Complaints, values: object, x: Tensor, takes: Mapping[str, int], vocab_size: int | None = None) -> None:
+    """Check the values of a direct call of a mixer, for tokens x [B,T,C]. ``vocab_size``: the number of tokens that it knows."""
     if not takes and values is None:
         return
     rule = f"a dict of {', '.join(takes)}" if takes else "None: this mixer takes none"
@@ -94,6 +94,17 @@ def check_values(complaints: Complaints, values: object, x: Tensor, takes: Mappi
             complaints.add(DtypeError, argument.name, "a torch.Tensor", described(values[name]))
         else:
             check_tensor(complaints, argument, values[name], sizes, x.device, "x")
+            if name == IDS and not complaints.found:
+                check_range(complaints, argument.name, values[name], vocab_size)
+
+
+def check_range(complaints: Complaints, name: str, ids: Tensor, vocab_size: int | None, remedy: str = "") -> None:
+    """Check that tokens are from 0 to vocab_size - 1, if ``reads_values`` allows it, and not in compiled graphs."""
+    if vocab_size is None or torch.compiler.is_compiling() or not reads_values(ids) or ids.numel() == 0:
+        return
+    least, most = (int(x) for x in ids.aminmax())
+    if least < 0 or most >= vocab_size:
+        complaints.add(RangeError, name, f"from 0 to {vocab_size - 1}", least if least < 0 else most, remedy)
 
 
 def check_layers(complaints: Complaints, layers: Iterable[tuple[Any, Passes]], hidden_size: int) -> None:

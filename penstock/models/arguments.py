@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.validation import check_tensor, reads_values
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..call.validation import check_tensor
+from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers.arguments import check_apart, check_part, check_sequences, named_tensors
+from ..layers.values import check_range
 
 __all__ = ["check_sequences", "check_state", "check_tokens", "marks", "named_tensors"]
 
@@ -29,12 +30,8 @@ def check_tokens(complaints: Complaints, ids: Any, vocab_size: int, device: torc
         return
     remedy = "One sequence is ids[None]."
     check_tensor(complaints, Argument("ids", "B T", INDICES, hint=remedy), ids, {}, device, MODEL)
-    if len(complaints.found) > found or torch.compiler.is_compiling() or not reads_values(ids) or ids.numel() == 0:
-        return
-    least, most = (int(x) for x in ids.aminmax())
-    if least < 0 or most >= vocab_size:
-        value = least if least < 0 else most
-        complaints.add(RangeError, "ids", f"from 0 to {vocab_size - 1}", value, "Use the tokenizer that belongs to the model.")
+    if len(complaints.found) == found:
+        check_range(complaints, "ids", ids, vocab_size, "Use the tokenizer that belongs to the model.")
 
 
 def check_embeddings(complaints: Complaints, x: Any, hidden_size: int, device: torch.device) -> None:

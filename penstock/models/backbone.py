@@ -323,9 +323,7 @@ class Backbone(nn.Module):
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:
             check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
-            if IDS in self.yields:
-                rule = "None for a model whose layers read tokens, such as DeepEmbed"
-                complaints.add(RangeError, name, rule, "a tensor", "Pass the tokens themselves as input_ids.")
+            self._refuse_embeddings(complaints)
         complaints.raise_any()
         assert given is not None
         options: Any = {"in_place": in_place, "context": context, "final_states": final_states}
@@ -340,6 +338,12 @@ class Backbone(nn.Module):
                 if found is not None:
                     self._checked = found
         return sequences
+
+    def _refuse_embeddings(self, complaints: Complaints) -> None:
+        """Add the reason why a call needs tokens, not their embeddings, if there is one."""
+        if IDS in self.yields:
+            rule = "None for a model whose layers read tokens, such as DeepEmbed"
+            complaints.add(RangeError, "inputs_embeds", rule, "a tensor", "Pass the tokens themselves as input_ids.")
 
     def _refuse_sharded(self, complaints: Complaints) -> None:
         """Raise for parameters that ``fully_shard`` gathers only in calls of methods that it knows."""

@@ -82,11 +82,20 @@ class Config:
             if several and not complaints.found and len(value) != self.num_layers:  # type: ignore[arg-type]
                 complaints.add(ShapeError, name, f"one for each of {self.num_layers} layers", len(value))  # type: ignore[arg-type]
         complaints.raise_any()
-        for config in dict.fromkeys((*self.mixers, *self.channels)):
-            if config is not None:
-                config.require_hidden_size(self.hidden_size)
-                config.check_vocab_size(complaints, self.vocab_size)
+        for config in self._parts:
+            config.require_hidden_size(self.hidden_size)
+        self.check_vocab_size(complaints, self.vocab_size)
         complaints.raise_any()
+
+    def check_vocab_size(self, complaints: Complaints, vocab_size: int) -> None:
+        """Check that all mixers allow this number of tokens."""
+        for config in self._parts:
+            config.check_vocab_size(complaints, vocab_size)
+
+    @property
+    def _parts(self) -> list[MixerConfig]:
+        """The configurations of all mixers and channel mixers, each once."""
+        return [one for one in dict.fromkeys((*self.mixers, *self.channels)) if one is not None]
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:

@@ -78,6 +78,8 @@ def test_direct_calls_take_tokens_and_embeddings() -> None:
         (None, "values must be a dict of ids, embedded, got None"),
         ({"ids": ids}, "values must be a dict of ids, embedded, got ids"),
         ({"ids": ids.float(), "embedded": x}, r"values\['ids'\] must be int32 or int64, got torch.float32"),
+        ({"ids": ids + 13, "embedded": x}, r"values\['ids'\] must be from 0 to 12, got "),
+        ({"ids": ids - 13, "embedded": x}, r"values\['ids'\] must be from 0 to 12, got -"),
         ({"ids": ids[..., 0], "embedded": x}, r"values\['ids'\] must be of shape \[B,T,A\] = \[2, 5, 1\], got \[2, 5\]"),
         ({"ids": ids, "embedded": x[..., 1:]}, r"values\['embedded'\] must be of shape \[B,T,A\] = \[2, 5, 16\], got \[2, 5, 15\]"),
     ):

@@ -11,6 +11,8 @@ from penstock.layers import GLAConfig, SwiGLUConfig
 from penstock.layers.cpu import linear as native
 from penstock.layers.linear import Linear, linear
 from penstock.layers.modes import PLAIN, Mode, in_graph, mode, rows_alike, zeros
+from penstock.layers.quantization import KINDS
+from penstock.layers.quantized import QuantizedLinear
 from penstock.layers.shared_input import linears_of
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -139,6 +141,20 @@ def test_compiled_graphs_have_the_kernel(used):
     compiled(x).sum().backward()
     assert used == [3, 3]
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_exported_graphs_take_any_number_of_rows(kind, gradients):
+    """They have torch's operators alone."""
+    layer, rows = Linear(72, 5), torch.export.Dim("rows", min=2)
+    layer = layer if kind is None else QuantizedLinear.of(layer, kind)
+    with torch.set_grad_enabled(gradients):
+        exported = torch.export.export(layer, (torch.randn(3, 72),), dynamic_shapes=({0: rows},))
+        assert all(one.target.namespace == "aten" for one in exported.graph.nodes if one.op == "call_function")
+        for count in (2, 31, 32, 100):
+            x = torch.randn(count, 72)
+            torch.testing.assert_close(exported.module()(x), layer(x))
 
 
 def test_the_operator_of_compiled_graphs():

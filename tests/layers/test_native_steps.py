@@ -163,6 +163,23 @@ def test_decode_steps_of_models(name, dtype):
         assert torch.equal(alone[0], logits[row])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rwkv5.1", "rwkv5.2", "rwkv6", "rwkv7"])
+def test_a_norm_with_another_number_of_groups_is_computed_as_written(name):
+    """In every pass, as with a hook, which makes it run as a module."""
+    model, ids = model_of(name), torch.randint(SIZES["vocab_size"], (2, 4), generator=torch.Generator().manual_seed(2))
+    before = model(ids).logits
+    for layer in model.layers:
+        layer.mixer.ln_x.num_groups = 1
+    pool, found = model.initial_state(2), [model(ids).logits]
+    found.append(torch.cat([model.advance(ids[:, t : t + 1], pool) for t in range(4)], 1))
+    for layer in model.layers:
+        layer.mixer.ln_x.register_forward_hook(lambda *_: None)
+    wanted = model(ids).logits
+    assert far(wanted, before) > 1e-3
+    assert all(far(one, wanted) < 1e-5 for one in found)
+
+
 def test_slots_are_converted_once():
     sequences = Sequences(torch.zeros(2, 1, 4), slots=torch.tensor([1, 0], dtype=torch.int32), in_place=True)
     assert sequences.places is sequences.places

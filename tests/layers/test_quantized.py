@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import ShapeError
 from penstock.layers import modes, quantized
 from penstock.layers.cpu import linear as native
 from penstock.layers.linear import Linear
@@ -150,6 +151,43 @@ def test_state_dicts_and_repr():
     _, one = made(5, 64, "int4")
     assert {name: list(x.shape) for name, x in one.state_dict().items()} == {"codes": [5, 32], "scales": [5, 1]}
     assert repr(one) == "QuantizedLinear(in_features=64, out_features=5, int4)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("columns", [0, 1, 63, 130, 135, 137, 192, 1000])
+@torch.no_grad()
+def test_other_inputs_are_refused(kind, rows, columns):
+    """Whatever computes the map, and also a width that the padding of int4 has."""
+    _, one = made(24, 136, kind)
+    message = rf"QuantizedLinear: x must be of shape \[...,136\], got \[{rows}, {columns}\]. Its last axis are the inputs of the map."
+    with pytest.raises(ShapeError, match=message):
+        one(torch.randn(rows, columns))
+    with pytest.raises(ShapeError, match=r"got \[\]"):
+        one(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_scales_of_another_dtype(kind, dtype):
+    """``load_state_dict(assign=True)`` keeps that of the file."""
+    _, one = made(24, 136, kind)
+    one.load_state_dict({"codes": one.codes, "scales": one.scales.to(dtype)}, assign=True)
+    assert one.scales.dtype == dtype
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 136)
+        wanted = x.double() @ written_out(one.quantized, 136).T
+        torch.testing.assert_close(one(x).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_scales_of_another_length_are_not_read():
+    _, one = made(24, 136, "int8")
+    one.load_state_dict({"codes": one.codes, "scales": one.scales}, assign=True)
+    one.scales = one.scales[:20].clone()
+    with pytest.raises(RuntimeError):
+        one(torch.randn(3, 136))
 
 
 def test_maps_with_hooks_share_no_kernel():

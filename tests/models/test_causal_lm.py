@@ -338,6 +338,18 @@ def test_compiled_layers_have_equal_gradients(name: str, ids: Tensor) -> None:
     assert all(error(x.grad, y.grad) < 1e-5 for x, y in zip(compiled.parameters(), eager.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", ["rwkv7a", "hybrid"])
+def test_a_compiled_model_with_checkpointing(name: str, ids: Tensor) -> None:
+    """In one graph: layers inside ``checkpoint`` write to nothing that they share."""
+    torch._dynamo.reset()
+    model, found = model_of(name, torch.float64, num_layers=1 if name == "rwkv7a" else 2), []
+    model.gradient_checkpointing = True
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        found.append(torch.autograd.grad(call(ids[:, :8]).logits.square().sum(), list(model.parameters())))
+    assert all(error(x, y) < 1e-10 for x, y in zip(*found))
+
+
 def test_causality_and_independence(ids: Tensor) -> None:
     for name in ARCHITECTURES:
         model, other = model_of(name), ids.clone()

@@ -133,7 +133,8 @@ def test_equal_layers_are_merged():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_mixers_and_wrappers_are_explained(mode):
+def test_layers_mixers_and_wrappers_are_explained(mode, no_native_kernels):
+    """Without native kernels a channel mix in a layer has the chains that it has alone; with them its norm is part of a step."""
     model = model_of("rwkv6")
     whole = ps.explain(model, tokens=3, mode=mode)
     for part, within in ((model.layers[0], "layers.0."), (model.layers[0].channel, "layers.0.channel.")):

@@ -12,7 +12,7 @@ from formulas import error
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock import RangeError, ShapeError
+from penstock import DtypeError, RangeError, ShapeError
 from penstock.models import CausalLM, save
 
 transformers = pytest.importorskip("transformers")
@@ -141,12 +141,41 @@ def test_layers_that_read_tokens_take_no_embeddings_in_their_place() -> None:
     for call in (model, model.model, partial(model, use_cache=False), partial(model.generate, max_new_tokens=2)):
         with pytest.raises(RangeError, match=message):
             call(inputs_embeds=embeds)
-    with pytest.raises(RangeError, match=r"resize_token_embeddings: vocab_size must be 13, the tokens of the channel mixes, got 15\."):
-        model.resize_token_embeddings(15)
-    with pytest.raises(RangeError, match=r"Config: vocab_size must be 13, the tokens of the channel mixes, got 15\."):
-        model.set_input_embeddings(torch.nn.Embedding(15, 24))
-    assert model.resize_token_embeddings(13) is model.get_input_embeddings()
-    assert model.get_input_embeddings().num_embeddings == model.model.sizes.vocab_size == 13
+    with pytest.raises(RangeError, match=rf"generate: {message}"):
+        model.generate(inputs_embeds=embeds, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "rwkv7a", "mamba2"])
+def test_numbers_of_tokens(name: str) -> None:
+    """A model takes another number of tokens, or refuses it and is as before."""
+    model, ids = of(name), drawn(2, 7)
+    before, rule = {name: x.clone() for name, x in model.state_dict().items()}, "vocab_size must be 13, the tokens of the channel mixes"
+    assert model.resize_token_embeddings(13) is model.resize_token_embeddings(11, pad_to_multiple_of=13) is model.get_input_embeddings()
+    for tokens, multiple, count in ((15, None, 15), (None, 8, 16), (13, 8, 16)):
+        options = {"new_num_tokens": tokens, "pad_to_multiple_of": multiple}
+        if name == "rwkv7a":
+            with pytest.raises(RangeError, match=rf"resize_token_embeddings: {rule}, got {count}\."):
+                model.resize_token_embeddings(**options)
+        else:
+            model.resize_token_embeddings(**options)
+            assert model(torch.full((1, 1), count - 1)).logits.shape == (1, 1, count)
+            model.resize_token_embeddings(13)
+        assert model.get_input_embeddings().num_embeddings == model.model.sizes.vocab_size == model.config.vocab_size == 13
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    if name == "rwkv7a":
+        with pytest.raises(RangeError, match=rf"set_input_embeddings: {rule}, got 15\."):
+            model.set_input_embeddings(torch.nn.Embedding(15, 24))
+    for value, kind, message in (
+        (None, DtypeError, "set_input_embeddings: value must be an nn.Embedding, got None"),
+        (torch.nn.Linear(13, 24), DtypeError, "set_input_embeddings: value must be an nn.Embedding, got Linear"),
+        (torch.nn.Embedding(13, 25), ShapeError, "set_input_embeddings: value must be of 24 channels, the hidden_size, got 25"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.set_input_embeddings(value)
+    for argument in ("new_num_tokens", "pad_to_multiple_of"):
+        with pytest.raises(RangeError, match=f"resize_token_embeddings: {argument} must be a whole number of at least 1, got 0"):
+            model.resize_token_embeddings(**{argument: 0})
+    model(ids)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("rwkv7a", "rwkv7b")])

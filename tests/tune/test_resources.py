@@ -76,7 +76,7 @@ EVERY = {
 
 
 SELECTIONS = [
-    pytest.param([HOPPER, ELSEWHERE], id="sample"),
+    pytest.param([*[HOPPER] * (not OLDER), ELSEWHERE], id="sample"),
     pytest.param([MOST], marks=pytest.mark.slow, id="most"),
 ]
 CHECK = """
@@ -183,6 +183,8 @@ def test_small_gpus_have_every_kernel():
 def test_every_form_of_a_chain_is_compiled(one):
     """With sizes of real models, no form refuses its examples on the GPU for which all of them have code."""
     launched = [name.rpartition(": ")[2].partition(" ")[0] for name, _ in launches(one, TARGETS["sm_90"])]
+    if OLDER and not launched:
+        pytest.skip("the form is in Gluon, which this Triton does not compile")
     assert launched
     with launches_for(TARGETS["sm_90"]):
         for example in one.examples:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
-from ...gpu.target import interpreting, unavailable
+from ...gpu.target import interpreting, unavailable, uncompiled
 from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Delta, DeltaTokens
@@ -40,7 +40,7 @@ def _answers() -> ModuleType:
 
 
 def _refuses(p: DeltaTokens, mode: Mode, chunkwise: bool) -> str | None:
-    reason = gpu_refuses(p.q)
+    reason = gpu_refuses(p.q) or uncompiled(p.q)
     if reason is None and p.sizes["V"] > LARGEST:
         reason = f"its states have at most V = {LARGEST}, these have {p.sizes['V']}"
     if reason is not None or (chunkwise and mode == "advance"):

@@ -45,31 +45,18 @@ class _Step(ctypes.Structure):
     ]
 
 
-def refuses_shift(x: Tensor, y: Tensor | None, norm: Sequence[Tensor], pool: Tensor, factors: Sequence[Tensor]) -> str | None:
-    """Why ``shifted_norm`` does not take these sizes and dtypes, or None. ``norm``: its weight and bias."""
-    C = x.shape[-1]
+def refuses_shift(x: Tensor, y: Tensor | None, norm: Sequence[Tensor], factors: Sequence[Tensor]) -> str | None:
+    """Why ``shifted_norm`` does not take these dtypes and this number of factors, or None. ``norm``: its weight and bias."""
     if not 0 < len(factors) <= FACTORS:
         return f"it takes 1 to {FACTORS} factors, got {len(factors)}"
-    if not x.numel() or pool.shape[1] != C or (y is not None and y.shape != x.shape) or any(one.numel() != C for one in (*norm, *factors)):
-        return "there are no tokens, or sizes differ"
     if (y is not None and y.dtype != x.dtype) or len({one.dtype for one in norm}) > 1 or len({one.dtype for one in factors}) > 1:
         return "tokens and the residual must have one dtype, weight and bias of the norm, too, and all factors"
     return None
 
 
-def refuses_step(
-    r: Tensor, k: Tensor, v: Tensor, gate: Tensor, low_rank: tuple[Tensor, Tensor] | None, norm: Sequence[Tensor], pool: Tensor
-) -> str | None:
-    """Why ``rwkv_step`` does not take these sizes and dtypes, or None. ``norm``: its weight and bias."""
-    (_, H, K, V), rows = pool.shape, r.shape[:-1]
-    keys, values = [*rows, H * K], [*rows, H * V]
-    sizes = [(r, keys), (k, keys), (v, values), (gate, values)]
-    if low_rank is not None:
-        low, up = low_rank
-        sizes += [(low, [*rows, len(up)]), (up, [len(up), H * K])]
-    if any([*x.shape] != size for x, size in sizes) or any(one.numel() != H * V for one in norm):
-        return "sizes differ"
-    if len({x.dtype for x, _ in sizes}) > 1 or norm[0].dtype != norm[1].dtype:
+def refuses_step(tokens: Sequence[Tensor], norm: Sequence[Tensor]) -> str | None:
+    """Why ``rwkv_step`` does not take these dtypes, or None. ``tokens``: also the low-rank part. ``norm``: its weight and bias."""
+    if len({x.dtype for x in tokens}) > 1 or norm[0].dtype != norm[1].dtype:
         return "tokens must have one dtype, weight and bias of the norm, too"
     return None
 

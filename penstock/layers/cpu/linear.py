@@ -22,7 +22,8 @@ ROWS = 32
 """Products with fewer rows than this use the kernel. On a core of Zen 3, it is 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch with MKL
 for 1, 8, 16, 32 and 64 rows. From 32 on, rows come in the engine's blocks, which must all use one implementation."""
 
-
+EXPORTED = "the graph is exported: it takes any number of rows"
+"""Compiled graphs are compiled again for more rows than the kernel takes."""
 MOST = 64
 """Rows per call of the kernel: they stay in the cache while it reads the weights."""
 
@@ -92,6 +93,7 @@ def takes_quantized(x: Tensor, weight: Quantized, many: bool = False) -> bool:
         and x.dim() > 0
         and x.numel() > 0
         and (many or x.numel() < ROWS * x.shape[-1])
+        and weight.fits(x.shape[-1])
         and all(part.is_contiguous() and part.numel() > 0 and part.device == x.device for part in weight)
         and x.device.type == "cpu"
         and UNAVAILABLE is None

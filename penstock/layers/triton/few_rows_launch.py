@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 def tile_of(rows: int) -> Tile:
     """The tile for this number of rows. The results for up to 32 rows are bitwise equal."""
     if rows <= 32:
-        return Tile(16, power(rows, 8), 64, 6 if rows <= 16 else 5, few_rows.WARPS)
+        return Tile(16, launch.multiplied(rows), 64, 6 if rows <= 16 else 5, few_rows.WARPS)
     return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...call import private
+from ...call.versions import version
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import gates
@@ -28,9 +29,17 @@ ACTIVATIONS = {
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """The option of a launch that may begin before the previous kernel ends (programmatic dependent launch), on GPUs that have it."""
+    """The option of a launch that may begin before the previous kernel ends (programmatic dependent launch), on GPUs that have it.
+
+    Triton 3.4 does not compile the functions that wait for the previous kernel.
+    """
     arch = Target.of(device).arch
-    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
+    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 and version("triton") >= (3, 5) else {}
+
+
+def multiplied(rows: int) -> int:
+    """The rows of a tile that tensor cores multiply, for this many: a power of two of at least 8. Triton 3.4 takes no fewer than 16."""
+    return power(rows, 8 if version("triton") >= (3, 5) else 16)
 
 
 def blocks(count: int, size: int) -> int:

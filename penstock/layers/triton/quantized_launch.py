@@ -25,7 +25,7 @@ def tile_of(rows: int, alike: bool, kind: Kind, K: int) -> Tile:
             return Tile(1, 1, 8192, 1, 0, registers=48 if kind == "int8" else 80)
         return Tile(4, 1, 2048, 1, 0, registers=48) if kind == "int8" else Tile(2, 1, 2048, 1, 0, registers=72)
     if rows <= 32:
-        return Tile(16, power(rows, 8), GROUP, 5 if rows > 16 else 9 if kind == "int8" else 6, 4)
+        return Tile(16, launch.multiplied(rows), GROUP, 5 if rows > 16 else 9 if kind == "int8" else 6, 4)
     if rows <= 64:
         return Tile(16, 64, GROUP, 4, 4)
     return Tile(64 if kind == "int8" else 32, 64, GROUP, 3, 4)  # int4 spills with 64

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...errors import RangeError, ShapeError
+from ...errors import Complaints, RangeError, ShapeError
 from ...tokens import borders
 from ...tokens.context import ContextParallel
 from ..causal_lm import CausalLM
@@ -159,6 +159,10 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         embeds, positions = kwargs.get("inputs_embeds"), kwargs.pop("position_ids", None)
         if ids is not None or embeds is not None:
             B, T = check(name, None if embeds is not None else ids, embeds)
+            if embeds is not None:
+                complaints = Complaints(name)
+                self.model._refuse_embeddings(complaints)
+                complaints.raise_any()
             keep = kept(name, kwargs.get("attention_mask"), B, T)
             if B * T == 0:
                 rule = "of shape [B,T] with B and T at least 1"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ...errors import Complaints, DtypeError, ShapeError, described
 from ...tokens.context import ContextParallel
 from ..backbone import Backbone
 from ..causal_lm import CausalLM
@@ -109,7 +110,16 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         return self.embeddings
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Replace them; their number is the new vocab_size."""
-        self._sizes = replace(self._sizes, vocab_size=value.num_embeddings)  # raises for layers with other tables
+        """Replace them; their number is the new vocab_size. Raises DtypeError, ShapeError or, for layers with tables, RangeError."""
+        complaints = Complaints("set_input_embeddings")
+        if not isinstance(value, nn.Module) or not hasattr(value, "num_embeddings"):
+            complaints.add(DtypeError, "value", "an nn.Embedding", described(value))
+            complaints.raise_any()
+        if (channels := getattr(value, "embedding_dim", self._sizes.hidden_size)) != self._sizes.hidden_size:
+            complaints.add(ShapeError, "value", f"of {self._sizes.hidden_size} channels, the hidden_size", channels)
+        count: Any = value.num_embeddings
+        self._sizes.check_vocab_size(complaints, count)
+        complaints.raise_any()
+        self._sizes = replace(self._sizes, vocab_size=count)
         self.embeddings = value
-        self.config.model["vocab_size"] = value.num_embeddings
+        self.config.model["vocab_size"] = count

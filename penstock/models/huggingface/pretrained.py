@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import Complaints, RangeError, ShapeError, described, shortened
+from ...layers.sizes import check_whole
 from ..causal_lm import CausalLM
 from ..config import Config
 from .configuration import PenstockConfig, config_of
@@ -71,14 +72,19 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                 complaints.add(RangeError, "adapter", rule, f"{value} {shortened(', '.join(names))}")
         complaints.raise_any()
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *arguments: Any, **options: Any) -> nn.Embedding:
-        """Of transformers. Raises RangeError if layers have tables of tokens, which would keep their size."""
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *arguments: Any, **options: Any
+    ) -> nn.Embedding:
+        """Of transformers. Raises RangeError if layers have tables of tokens, which would keep their size; then nothing has changed."""
         sizes, complaints = Config.from_dict(self.config.model), Complaints("resize_token_embeddings")
-        for one in dict.fromkeys((*sizes.mixers, *sizes.channels)):
-            if one is not None and new_num_tokens is not None:
-                one.check_vocab_size(complaints, new_num_tokens)
+        for name, value in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None:
+                check_whole(complaints, name, value, 1)
         complaints.raise_any()
-        return super().resize_token_embeddings(new_num_tokens, *arguments, **options)
+        count, multiple = new_num_tokens or sizes.vocab_size, pad_to_multiple_of or 1
+        sizes.check_vocab_size(complaints, -(-count // multiple) * multiple)
+        complaints.raise_any()
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *arguments, **options)
 
     @classmethod
     def _plain(cls) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
-from ...gpu.target import interpreting, unavailable
+from ...gpu.target import interpreting, unavailable, uncompiled
 from ...gpu.target import refuses as gpu_refuses
 from ..declaration import Attention
 
@@ -35,7 +35,7 @@ def over_pages() -> ModuleType:
 
 def _refuses(a: Attention, mode: Mode) -> str | None:
     too_large = f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
-    return gpu_refuses(a.q) or too_large
+    return gpu_refuses(a.q) or uncompiled(a.q) or too_large
 
 
 def _verdicts(a: Attention, mode: Mode) -> tuple[FormVerdict, ...]:

@@ -157,12 +157,10 @@ def penstock_paged_attention_merge(
     d = tl.arange(0, BD)
     mask = (h < H)[:, None] & (d < D)[None, :]
     place = tl.load(positions + r).to(tl.int32)
+    stop = tl.where(whole == 0, tl.minimum(place // SPLIT + 1, S), 1)
     part = place * 0
-    stop = part + 1
-    if whole == 0:
-        if WINDOW:
-            part = tl.maximum(place - window + 1, 0) // SPLIT
-        stop = tl.minimum(place // SPLIT + 1, S)
+    if WINDOW:  # Triton 3.4 does not compile a loop whose begin is assigned inside of ``if whole == 0``
+        part = tl.where(whole == 0, tl.maximum(place - window + 1, 0) // SPLIT, 0)
     m = tl.full((BH,), float("-inf"), tl.float32)
     l = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, BD), tl.float32)
