@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import MIXERS as CONFIGS
-from architectures import flat, randomised
+from architectures import flat, randomised, unflat
 from formulas import error, literal_outputs
 from passing import alone
 from torch import Tensor
@@ -142,11 +142,10 @@ def test_gradients_pass_gradcheck(name: str, packed: bool) -> None:
     mixer = mixer_of(name)
     x = inputs(1, 6)
     _, state = mixer(inputs(2, 4), None) if packed else mixer(inputs(1, 4), None)
-    kinds = [type(state)]
     given = [one.detach().requires_grad_(one.is_floating_point()) for one in flat(state)]
 
     def call(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        y, after = mixer(x, kinds[0](*given), torch.tensor([0, 2, 6]) if packed else None)
+        y, after = mixer(x, unflat(state, given), torch.tensor([0, 2, 6]) if packed else None)
         return y, *[one for one in flat(after) if one.is_floating_point()]
 
     assert torch.autograd.gradcheck(call, (x.requires_grad_(), *given), fast_mode=True)

@@ -35,9 +35,9 @@ ARCHITECTURES: dict[str, Config] = {
     "rwkv7": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8),
     "rwkv7a": rwkv7(**NARROW, head_size=8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, embedding_rank=4),
     "rwkv7b": with_mixer(
-        rwkv7(**NARROW, head_size=8, embedding_rank=3),
+        rwkv7(**NARROW, head_size=8, embedding_rank=4),
         RWKV7AttentionConfig(
-            8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, vocab_size=13, attention_size=12, attention_rank=5, max_length=1024
+            8, decay_rank=6, rate_rank=4, value_rank=2, gate_rank=8, vocab_size=13, attention_size=12, attention_rank=6, max_length=1024
         ),
     ),
     "rwkv5.0": rwkv5(**NARROW, head_size=8, version="5.0"),
@@ -100,7 +100,7 @@ def randomised(module: nn.Module, seed: int = 1) -> None:
             size = 1.0 if name == "embeddings.weight" else size
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size)
             if name.endswith(("lnq.weight", "lnk.weight")):
-                parameter.mul_(6)  # scores near their bound
+                parameter.mul_(4)  # scores near their bound
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> CausalLM:
@@ -113,3 +113,9 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> C
 
 def flat(state: object) -> list[Tensor]:
     return [x for _, x in named_tensors(state)]
+
+
+def unflat(like, tensors):
+    """The state of a mixer with these tensors, in the order of ``flat``."""
+    rest = iter(tensors)
+    return type(like)(*(unflat(one, [next(rest) for _ in flat(one)]) if isinstance(one, tuple) else next(rest) for one in like))
