@@ -26,7 +26,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 THREAD_WORK = 1 << 16
 """The least multiply-adds per thread: waking a thread takes about 5 us, and a thread computes about 10 multiply-adds per ns."""
 
-TEAM = [(name, ctypes.c_int64) for name in ("threads", "next", "out_of_memory")]
+TEAM = [(name, ctypes.c_int64) for name in ("threads", "next")]
 """The last fields of the struct of a call: ``run`` sets the first, threads take units of work by the second."""
 
 _Strides = ctypes.c_int64 * 4
@@ -99,5 +99,5 @@ def run(name: str, call: Any, work: int) -> None:
             region(_function(name), ctypes.byref(call), threads)
     else:
         region(_function(name), ctypes.byref(call), threads)
-    if call.out_of_memory:
+    if not call.next:  # a thread without memory takes no unit, and leaves all to the others
         raise PenstockError(f"cpu: no memory left for the scratch of the {name} pass. Use shorter sequences, or fewer threads.")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import model_of
 from formulas import error
 from public_models import Draw, Weights, read_all, rewritten, rwkv5, rwkv6, rwkv7, tokens, write_pth
 from public_models.published import PUBLISHED
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock import InvalidArgument, RangeError
 from penstock.engine import Engine, SamplingParams
@@ -190,7 +191,7 @@ def write_peft(tensors: Weights, config: dict, folder: Path) -> Path:
 
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    part = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+    part = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}  # parts of tables have no .weight
     names = {name: re.sub(r"lora_[AB]$", lambda found: part[found[0]], name) for name in tensors}
     save_file({f"base_model.model.{names[name]}": x.contiguous() for name, x in tensors.items()}, folder / "adapter_model.safetensors")
     torch.save({"state": {}}, folder / "optimizer.pt")
@@ -223,6 +224,41 @@ def test_adapters_of_peft_in_the_names_of_every_format(kind: str, name: str, tmp
             torch.testing.assert_close(found[key], x, rtol=1e-6, atol=1e-6)
     changed = [key for key, x in load(path).state_dict().items() if not torch.equal(x, found[key])]
     assert len(changed) >= len(maps) + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rwkv7a", "gla", "mamba2_grouped"])
+def test_adapters_of_transformers_classes(name: str, tmp_path: Path) -> None:
+    """The head is beside the model there, not in it. Embeddings are tables: their A is [r,V] and B [C,r]."""
+    model, random, adapter, wanted = model_of(name), Draw(7), {}, {}
+    save(model, tmp_path / "base")
+    for key, part in model.named_modules():
+        theirs, W = key if key == "head" else f"model.{key}", getattr(part, "weight", None)
+        if key.startswith("layers.0.") or not isinstance(part, nn.Linear | nn.Embedding):
+            continue
+        table = isinstance(part, nn.Embedding)
+        parts = lora(random, *(W.shape[::-1] if table else W.shape))
+        adapter |= {f"{theirs}.{one.replace('lora', 'lora_embedding') if table else one}": x for one, x in parts.items()}
+        product = 5 / 3 * parts["lora_B"].double() @ parts["lora_A"].double()
+        wanted[f"{key}.weight"] = W + (product.T if table else product)
+    assert {"head.weight", "embeddings.weight"} < wanted.keys()
+    folder = write_peft(adapter, PEFT["LoRA"][0], tmp_path / "adapter")
+    found = load(tmp_path / "base", adapter=folder).state_dict()
+    for key, x in model.state_dict().items():
+        torch.testing.assert_close(found[key].double(), wanted.get(key, x).double(), rtol=1e-6, atol=1e-6)
+    whole = {"head.weight": wanted["head.weight"], **{key: x for key, x in adapter.items() if ".layers.1." in key}}
+    found = load(tmp_path / "base", adapter=write_peft(whole, PEFT["LoRA"][0], tmp_path / "whole")).state_dict()
+    assert error(found["head.weight"], wanted["head.weight"]) < 1e-6
+    adapter["model.embeddings.lora_embedding_A"] = torch.zeros(5)
+    with pytest.raises(RangeError, match="one with lora_A and lora_B of embeddings"):
+        load(tmp_path / "base", adapter=write_peft(adapter, PEFT["LoRA"][0], tmp_path / "wrong"))
+
+
+def test_an_adapter_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    save(model_of("mamba2"), tmp_path / "base")
+    adapter = {"model.embeddings.lora_embedding_A": torch.zeros(3, 13), "model.embeddings.lora_embedding_B": torch.zeros(24, 3)}
+    with pytest.raises(RangeError, match=r"adapter must be one of other weights than the embeddings, which are the weight of the head"):
+        load(tmp_path / "base", adapter=write_peft(adapter, PEFT["LoRA"][0], tmp_path / "adapter"))
 
 
 def test_adapters_that_are_not_understood_are_named(tmp_path: Path) -> None:

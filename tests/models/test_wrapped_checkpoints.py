@@ -73,6 +73,15 @@ def test_what_trainers_put_around_weights_is_left_out(name: str, form: str, tmp_
     assert all(torch.equal(x, ours[one]) for one, x in model.state_dict().items())
 
 
+def test_a_head_beside_the_model_in_a_wrapper(tmp_path: Path) -> None:
+    """As in a state_dict of transformers' class in DistributedDataParallel."""
+    path = native(tmp_path)
+    model = load(path)
+    w = {f"module.{name if name.startswith('head.') else f'model.{name}'}": x for name, x in read_all(path).items()}
+    ours = load(rewritten(w, path, tmp_path / "again")).state_dict()
+    assert all(torch.equal(x, ours[one]) for one, x in model.state_dict().items())
+
+
 def test_what_is_no_part_of_the_model_is_named(tmp_path: Path) -> None:
     w = rwkv6.draw()
     others = {

@@ -37,7 +37,6 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_double),
         ("next", ctypes.c_int64),
-        ("out_of_memory", ctypes.c_int64),
     ]
 
 

@@ -21,8 +21,10 @@ from .archive import Archive, read_json
 Change = Callable[[Tensor], Tensor]
 """A function from the weight of the base model to that of the adapted one, in float32 or float64."""
 
-PART = re.compile(r"(.+)\.((?:init_)?lora_[AB]|bone|disha|miss_block)(?:\.default)?(?:\.weight)?")
+PART = re.compile(r"(.+)\.((?:init_)?lora_[AB]|lora_embedding_[AB]|bone|disha|miss_block)(?:\.default)?(?:\.weight)?")
 """Names of the parts of an adapter: the map that it changes, and the kind of part. PEFT appends .weight."""
+TABLE = "lora_embedding_"
+"""The begin of parts that change a table of embeddings."""
 PEFT = "adapter_config.json"
 PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "LORA": {
@@ -135,6 +137,8 @@ def _change(
     """The change of one weight."""
     name, remedy = target.removesuffix(".weight"), f"{target} is of shape {list(shape)}."
     out, inner = shape if len(shape) == 2 else (0, 0)
+    if set(parts) == {f"{TABLE}A", f"{TABLE}B"} and all(x.dim() == 2 for x in parts.values()):  # of W [V,C], A is [r,V] and B [C,r]
+        parts = {"lora_A": parts[f"{TABLE}B"].T, "lora_B": parts[f"{TABLE}A"].T}
     if set(parts) == {"lora_A", "lora_B"}:
         A, B = parts["lora_A"], parts["lora_B"]
         r = A.shape[0] if A.dim() else 0

@@ -19,7 +19,7 @@ from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
 from . import distributed, gguf_file
 from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
-from .names import prefixes, unwrapped, weights_of
+from .names import prefixes, unwrapped, weights_of, without
 from .places import models_inside, refuse_missing, refuse_stand_in
 
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -96,12 +96,15 @@ class Archive:
         return prefixes(self.tensors)
 
     def below(self, prefix: str) -> Archive:
-        """The same archive with a prefix removed from names that have it."""
-        found, complaints = copy(self), Complaints("load")
+        """The same archive with a prefix, or the longest part of it that they have, removed from names."""
+        found, complaints, whole = copy(self), Complaints("load"), dict[str, str]()
         found.tensors = {}
         for name, x in self.tensors.items():
-            if (one := name.removeprefix(prefix)) in found.tensors:
-                complaints.add(RangeError, self.argument, "a checkpoint with every tensor once", f"{one} and {prefix}{one}")
+            one = without(name, prefix)
+            if (other := whole.setdefault(one, name)) != name:
+                complaints.add(
+                    RangeError, self.argument, "a checkpoint with every tensor once", " and ".join(sorted((other, name), key=len))
+                )
             found.tensors[one] = x
         complaints.raise_any()
         return found

@@ -15,7 +15,7 @@ from ...errors import Complaints, RangeError
 from ...layers import RWKV6Config, RWKV7Config
 from ..causal_lm import CausalLM, State
 from ..config import Config
-from .adapters import PART, Change, Changed, LowRank, changes, options_of
+from .adapters import PART, TABLE, Change, Changed, LowRank, changes, options_of
 from .archive import Archive, is_counter, is_safetensors
 from .layout import Edits, Row
 from .native import PENSTOCK
@@ -57,18 +57,38 @@ class Beside:
         with torch.device("meta"):
             ours = CausalLM(config).state_dict()
         layouts = [rows, PENSTOCK.rows(config, None), *([] if BLINKDL.refuses(config) else [BLINKDL.rows(config, None)])]
+        best: tuple[int, dict[str, Tensor], dict[str, Row]] = 0, {}, {}
         for prefix in archive.prefixes():
             tensors = {name: x for name, x in archive.below(prefix).tensors.items() if not is_counter(x)}
             for layout in layouts:
                 known = {row.theirs[0]: row for row in layout if len(row.ours) == len(row.theirs) == 1}
-                if any(_target(name) in known for name in tensors):
-                    shapes = {name: row.write(ours[row.ours[0]])[0].shape for name, row in known.items()}
-                    return [(known[name], change) for name, change in changes(tensors, shapes, options).items()]
+                if (count := sum(_target(name) in known for name in tensors)) > best[0]:
+                    best = count, tensors, known
+        count, tensors, known = best
+        if count:
+            _refuse_tied(
+                config,
+                [
+                    name
+                    for name in tensors
+                    if TABLE in name and _target(name) in known and known[_target(name)].ours[0] == "embeddings.weight"
+                ],
+            )
+            shapes = {name: row.write(ours[row.ours[0]])[0].shape for name, row in known.items()}
+            return [(known[name], change) for name, change in changes(tensors, shapes, options).items()]
         complaints = Complaints("load")
         value = f"{str(archive.path)!r} with {', '.join(sorted(archive.tensors)[:5]) or 'no tensors'}"
         complaints.add(RangeError, "adapter", "one for this base model", value)
         complaints.raise_any()
         raise AssertionError
+
+
+def _refuse_tied(config: Config, names: list[str]) -> None:
+    """Raise for these parts of an adapter of the embeddings if they are the head, too, which the adapter does not change."""
+    if config.tie_embeddings and names:
+        complaints, rule = Complaints("load"), "one of other weights than the embeddings, which are the weight of the head, too"
+        complaints.add(RangeError, "adapter", rule, ", ".join(names), "Use it in PEFT.")
+        complaints.raise_any()
 
 
 def tuned_state(path: PathLike, config: Config) -> State:

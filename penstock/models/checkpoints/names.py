@@ -41,3 +41,10 @@ def prefixes(names: Iterable[str]) -> list[str]:
         parts = name.split(".")[:-1]
         counts.update(".".join([*parts[:n], ""]) for n in range(1, min(len(parts), DEEPEST) + 1))
     return ["", *sorted((prefix for prefix, count in counts.items() if 2 * count > len(every)), key=len)]
+
+
+def without(name: str, prefix: str) -> str:
+    """A name without a prefix, or the longest part of it that it has: modules beside those of the prefix, such as a head."""
+    while not name.startswith(prefix):
+        prefix = prefix[: prefix[:-1].rfind(".") + 1]
+    return name.removeprefix(prefix)

@@ -362,7 +362,7 @@ static void backward_unit(workspace *m) {
 EXPORT void NAME(penstock_delta_backward_, SUFFIX)(problem *p) {
     workspace m;
     float *memory = make_workspace(&m, p);
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     uint64_t mode = flush_denormals();
     for (;;) {
         int64_t unit = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);

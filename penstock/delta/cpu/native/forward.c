@@ -136,7 +136,7 @@ EXPORT void NAME(penstock_delta_forward_, SUFFIX)(problem *p) {
     int64_t K = p->K, Kp = padded(K), columns = columns_of_unit(p), blocks = (p->V + columns - 1) / columns, rows = CHUNK * columns + STAGGER;
     int64_t heads = heads_of_unit(p, columns, blocks), teams = (p->H + heads - 1) / heads;
     float *memory = scratch_of(heads * (K * columns + 3 * Kp) + 3 * rows + floats_of_rows(Kp)), *rest = memory;
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     unit w = {.p = p, .run = {.K = K, .Kp = Kp, .columns = columns}};
     w.states = take(&rest, heads * K * columns), w.sums_of_heads = take(&rest, heads * 3 * Kp);
     w.v = take(&rest, rows), w.u = take(&rest, rows), w.out = take(&rest, rows);

@@ -120,7 +120,7 @@ static int64_t outputs_of(const product *p) {
 typedef struct {
     product *each;
     int64_t count;
-    int64_t threads, next, out_of_memory; /* as in a problem */
+    int64_t threads, next; /* as in a problem */
 } products;
 
 /* Every thread of a team calls this; each takes units until none is left. */
@@ -132,7 +132,7 @@ EXPORT void NAME(penstock_products_, SUFFIX)(products *all) {
         most = floats > most ? floats : most, rows = p->M > rows ? p->M : rows;
     }
     float *x = scratch_of(padded(most) + rows * MOST), *y = x + padded(most);
-    if (!x) { all->out_of_memory = 1; return; }
+    if (!x) return;
     for (int64_t i = 0, unit = -1; i < all->count;) {
         if (unit < 0) unit = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
         const product *p = all->each + i;

@@ -14,7 +14,7 @@ typedef struct {
     int64_t *slots;                   /* [R], or NULL: token n has row n */
     int64_t R, H, K, V, dtype, weight_dtype;
     double eps;
-    int64_t threads, next, out_of_memory; /* as in a problem */
+    int64_t threads, next; /* as in a problem */
 } step;
 
 typedef struct { float *r, *k, *u, *w, *whole, *low, *v, *gate, *o, *weight, *shift, *S; } rows;
@@ -76,7 +76,7 @@ static void one_head(const step *p, rows m, int64_t n, int64_t h) {
 EXPORT void NAME(penstock_rwkv_step_, SUFFIX)(step *p) {
     int64_t Kp = padded(p->K), Vp = padded(p->V), wide = Kp > Vp ? Kp : Vp;
     float *memory = scratch_of(ROWS * wide + Kp * Vp), *m[ROWS + 1];
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     for (int i = 0; i <= ROWS; i++) m[i] = memory + i * wide;
     rows all;
     memcpy(&all, m, sizeof all);

@@ -16,7 +16,7 @@ typedef struct {
     int64_t *slots;                                              /* [R], or NULL: token n has row n */
     int64_t R, H, N, dtype, weight_dtype;                        /* of tokens; of parameters */
     double eps;
-    int64_t threads, next, out_of_memory; /* as in a problem */
+    int64_t threads, next; /* as in a problem */
 } step;
 
 typedef struct { float *r, *k, *w, *rate, *v, *mix, *first, *gate, *y, *k_k, *k_a, *r_k, *w0, *a0, *v0, *weight, *shift, *removed, *o, *S; } rows;
@@ -97,7 +97,7 @@ static void one_head(const step *p, rows m, int64_t n, int64_t h) {
 EXPORT void NAME(penstock_rwkv7_step_, SUFFIX)(step *p) {
     int64_t Np = padded(p->N);
     float *memory = scratch_of((ROWS + Np) * Np), *m[ROWS + 1];
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     for (int i = 0; i <= ROWS; i++) m[i] = memory + i * Np;
     rows all;
     memcpy(&all, m, sizeof all);

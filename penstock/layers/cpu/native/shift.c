@@ -13,7 +13,7 @@ typedef struct {
     int64_t *slots;                        /* [R], or NULL: token n has row n */
     int64_t R, C, count, dtype, weight_dtype, mu_dtype, centre, complement;
     double eps;
-    int64_t threads, next, out_of_memory; /* as in a problem */
+    int64_t threads, next; /* as in a problem */
 } shift;
 
 /* x, rounded to a dtype. */
@@ -64,7 +64,7 @@ static void one_token(const shift *p, int64_t r, float *z, float *last, float *m
 EXPORT void NAME(penstock_shifted_norm_, SUFFIX)(shift *p) {
     int64_t Cp = padded(p->C);
     float *memory = scratch_of(4 * Cp);
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     for (int64_t r; (r = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->R;)
         one_token(p, r, memory, memory + Cp, memory + 2 * Cp, memory + 3 * Cp);
     free_scratch(memory);

@@ -284,7 +284,7 @@ EXPORT void NAME(penstock_backward_, SUFFIX)(problem *p) {
     }
     workspace m;
     float *memory = make_workspace(&m, p, (longest + CHUNK - 1) / CHUNK);
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     uint64_t mode = flush_denormals();
 
     for (;;) {

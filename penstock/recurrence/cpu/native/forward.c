@@ -183,7 +183,7 @@ EXPORT void NAME(penstock_forward_, SUFFIX)(problem *p) {
     int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V, FORWARD_BLOCK), blocks = (p->V + columns - 1) / columns;
     int64_t heads = heads_together(p, blocks), teams = (p->H + heads - 1) / heads;
     float *memory = scratch_of(heads * (K * columns + 3 * Kp) + 4 * CHUNK * Kp + 2 * CHUNK * columns + 3 * Kp), *scratch = memory;
-    if (!memory) { p->out_of_memory = 1; return; }
+    if (!memory) return;
     float *states = take(&scratch, heads * K * columns), *sums = take(&scratch, heads * 3 * Kp), *u = take(&scratch, Kp);
     float *w = take(&scratch, CHUNK * Kp), *out = take(&scratch, CHUNK * columns);
     chunk_rows r = {.q = take(&scratch, CHUNK * Kp), .k = take(&scratch, CHUNK * Kp), .g = take(&scratch, CHUNK * Kp)};

@@ -18,8 +18,7 @@ typedef struct {
     int64_t advance;                                                   /* initial_state and final_state are one pool, updated in place */
     int64_t threads;
     double scale;
-    int64_t next;                                                      /* the next unit of work */
-    int64_t out_of_memory;                                             /* set if a thread could not allocate its scratch */
+    int64_t next;                                                      /* the next unit of work; a thread that takes none had no memory */
 } problem;
 
 static inline sequence find_sequence(const problem *p, int64_t n) { return sequence_of(p->cu_seqlens, p->T, p->reverse != 0, n); }
