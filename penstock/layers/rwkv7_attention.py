@@ -106,12 +106,11 @@ class DeepEmbedAttention(nn.Module):
 
     def __init__(self, config: RWKV7AttentionConfig, hidden_size: int, shallow: float) -> None:
         super().__init__()
-        C, A, V, eps = hidden_size, config.attention_size, config.vocab_size, config.attention_norm_eps
+        C, A, R, V, eps = hidden_size, config.attention_size, config.attention_rank, config.vocab_size, config.attention_norm_eps
         self.qq = matrix(C, A, gain=1)
         self.x_q = nn.Parameter(1 - ramp(A, 0.2 * shallow))
         self.x_k, self.x_v = (nn.Parameter(1 - ramp(size, 0.7 * shallow)) for size in (A, C))
-        self.k1, self.k2 = (nn.Parameter(torch.empty(*sizes)) for sizes in ((C, config.attention_rank), (config.attention_rank, A)))
-        self.v1, self.v2 = (nn.Parameter(torch.empty(*sizes)) for sizes in ((C, config.attention_rank), (config.attention_rank, C)))
+        self.k1, self.k2, self.v1, self.v2 = (nn.Parameter(torch.empty(*sizes)) for sizes in ((C, R), (R, A), (C, R), (R, C)))
         for one in (self.k1, self.k2, self.v1, self.v2):
             orthogonal(one, 1)
         self.k_emb, self.v_emb = nn.Embedding(V, A), nn.Embedding(V, C)
@@ -150,7 +149,6 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, cache: Any, sequences: Sequences)
         check_room(cache.room, after, sequences)
         y = attend_pages(q[:, :, None], k[:, :, None], v[:, :, None], cache, sequences, cap=CAP)
         return y.squeeze(2), cache._replace(length=after)
-    so_far = after
     if isinstance(sequences, SlicedSequences):
         context = sequences.context
         k, v = borders.whole(context, torch.cat([k, v], -1)).split([k.shape[-1], v.shape[-1]], -1)
@@ -159,14 +157,8 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, cache: Any, sequences: Sequences)
     if room or sequences.in_place or every.cu_seqlens is not None:
         room = room_for(room, after, every)
         k, v = (stored(sequences.read(rows), x, length, room, every) for rows, x in ((cache.keys, k), (cache.values, v)))
-    new, keys, values = SoftmaxAttentionState(k, v, after), k.squeeze(2), v.squeeze(2)
-    if isinstance(sequences, SlicedSequences):
-        so_far, own = length + context.slice.end, context.slice.sequences
-        if context.offsets is not None:
-            begins, ends = (sequences.all_offsets[one][own.start : own.stop] for one in (slice(None, -1), slice(1, None)))
-            keys, values = (x[own.start : own.stop] for x in (keys, values))
-            so_far = length[own.start : own.stop] + ends.clamp(max=context.slice.end) - begins
-    return attention(q, keys, values, so_far, here), new
+    own, so_far = sequences.rows_here(length) if isinstance(sequences, SlicedSequences) else (slice(None), after)
+    return attention(q, k[own].squeeze(2), v[own].squeeze(2), so_far, here), SoftmaxAttentionState(k, v, after)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:

@@ -58,6 +58,15 @@ class SlicedSequences(Sequences):
             return before[:, None] + tokens
         return ((before - self.all_offsets[:-1])[self.owner + self.context.slice.sequences.start] + tokens)[None]
 
+    def rows_here(self, before: Tensor) -> tuple[slice, Tensor]:
+        """The sequences of the slice, and how many tokens each has up to the end of the slice, with ``before`` [N] earlier ones."""
+        context, end = self.context, self.context.slice.end
+        if context.offsets is None:
+            return slice(None), before + end
+        own = slice(context.slice.sequences.start, context.slice.sequences.stop)
+        begins, ends = self.all_offsets[:-1][own], self.all_offsets[1:][own]
+        return own, before[own] + ends.clamp(max=end) - begins
+
     def last(self, x: Tensor) -> Tensor:
         """The last token [N,C] of each sequence, on every rank."""
         return borders.ending(self.context, self.here.last(x))

@@ -157,12 +157,8 @@ class SoftmaxAttention(Mixer):
             stored(cache, one, length, room, all_sequences)
             for cache, one in zip((state.keys, state.values), every.unbind(2))
         )  # fmt: skip
-        here_keys, here_values, so_far = keys, values, length + context.slice.end
-        if context.offsets is not None:
-            own = slice(context.slice.sequences.start, context.slice.sequences.stop)
-            begins, ends = sequences.all_offsets[:-1][own], sequences.all_offsets[1:][own]
-            here_keys, here_values, so_far = keys[own], values[own], length[own] + ends.clamp(max=context.slice.end) - begins
-        output = self._attend(q, here_keys, here_values, so_far, here)
+        own, so_far = sequences.rows_here(length)
+        output = self._attend(q, keys[own], values[own], so_far, here)
         return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
