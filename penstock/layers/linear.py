@@ -19,6 +19,7 @@ from ..call.autocast import autocasting, cast
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
 from .chains import native as native_form
+from .cpu import freed
 from .cpu import linear as native
 from .cpu import refusal as refusal_of_native
 from .examples import HALF, Draw, examples
@@ -136,7 +137,7 @@ def _refuses_native(c: _Linear) -> str | None:
         return native.EXPORTED
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
         return native.absent(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
-    return why
+    return why if why is not None or c.compiling else freed(c.x, c.weight)
 
 
 def _by_native(c: _Linear) -> Tensor:

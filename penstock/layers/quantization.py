@@ -59,7 +59,7 @@ class Quantized(NamedTuple):
         wide = state_dtype(dtype)
         if self.kind == "int8":
             return (codes.to(wide) * scales[:, None].to(wide)).to(dtype)
-        grouped = codes.view(len(codes), -1, HALF)
+        grouped = codes.unflatten(1, (scales.shape[1], HALF))
         both = torch.cat([grouped & 15, grouped >> 4], -1).to(wide) - ZERO
         return (both * scales[:, :, None].to(wide)).flatten(1)[:, :columns].to(dtype)
 

@@ -14,6 +14,7 @@ from ..call import private
 from ..errors import Complaints, ShapeError
 from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
+from .cpu import freed
 from .cpu import linear as native
 from .examples import EVERY, HALF, Draw, Example, examples
 from .modes import Mode, in_graph, mode, rows_alike
@@ -115,7 +116,7 @@ def _refuses_native(c: _Call) -> str | None:
     if (why := native.absent(c.x.device) or _refuses(c)) is not None:
         return why
     if native.takes_quantized(c.x, c.weight, c.where.alike):
-        return None
+        return None if c.compiling else freed(c.x, *c.weight)
     return f"it takes fewer than {native.ROWS} rows of float32, bfloat16 or float16"
 
 

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.layers import GLAConfig, SwiGLUConfig
 from penstock.layers.cpu import linear as native
-from penstock.layers.linear import Linear, linear
+from penstock.layers.linear import Linear, linear, linears
 from penstock.layers.modes import PLAIN, Mode, in_graph, mode, rows_alike, zeros
 from penstock.layers.quantization import KINDS
-from penstock.layers.quantized import QuantizedLinear
+from penstock.layers.quantized import QUANTIZED_LINEAR, QuantizedLinear, _call
 from penstock.layers.shared_input import linears_of
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -120,6 +120,32 @@ def test_wrong_arguments_raise_as_in_torch(case, used):
     with torch.no_grad(), pytest.raises(RuntimeError):
         linear(torch.zeros(2, 8), weight, bias)
     assert not used
+
+
+def test_weights_whose_memory_was_freed_raise_as_in_torch(used):
+    """As that of sharded parameters is between passes."""
+    for weight in (torch.zeros(5, 8), torch.zeros(8, 5).T):
+        weight.untyped_storage().resize_(0)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="storage"):
+            linear(torch.zeros(2, 8), weight)
+        with torch.no_grad():
+            assert linears([torch.zeros(2, 8)], [weight]) is None
+    one = QuantizedLinear.of(Linear(72, 5), "int8")
+    one.codes.untyped_storage().resize_(0)
+    assert QUANTIZED_LINEAR.form("native").refuses(_call(torch.zeros(2, 72), one.quantized, None)) == "a tensor has no memory"
+    assert not used
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("shape", "kind"), [*(((8, 0), kind) for kind in (None, *KINDS)), ((0, 8), None), ((0, 0), None), ((0, 8), "int4")]
+)
+def test_maps_without_inputs_or_outputs(shape, kind, used):
+    layer = Linear(*shape)
+    layer = layer if kind is None else QuantizedLinear.of(layer, kind)
+    for rows in (0, 3, 40):
+        x = torch.randn(rows, shape[0])
+        torch.testing.assert_close(layer(x), layer.bias.expand(rows, shape[1]), check_stride=False)
 
 
 def test_a_weight_may_have_one_axis(used):

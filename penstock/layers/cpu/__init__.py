@@ -24,6 +24,11 @@ def absent(function: str, device: torch.device) -> str | None:
     return elsewhere(device) or unavailable(function)
 
 
+def freed(*tensors: Tensor | None) -> str | None:
+    """Why the memory of tensors cannot be read, or None: its storage was resized to 0, as that of sharded parameters is between passes."""
+    return "a tensor has no memory" if any([x is not None and not x.data_ptr() and x.numel() for x in tensors]) else None
+
+
 def refusal(function: str, tensors: Sequence[Tensor | None], *, alike: bool = False) -> str | None:
     """Why a function of the native library takes no call with these tensors, of which the first is not None, or None.
 
@@ -43,4 +48,4 @@ def refusal(function: str, tensors: Sequence[Tensor | None], *, alike: bool = Fa
     dtypes = {x.dtype for x in given}
     if not (dtypes <= NARROW and all([x.is_cpu for x in given])):
         return "it takes tensors of float16, bfloat16 and float32 on a CPU"
-    return "it takes one dtype" if alike and len(dtypes) > 1 else None
+    return "it takes one dtype" if alike and len(dtypes) > 1 else freed(*given)
