@@ -168,14 +168,16 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequence
     rows, here = q, sequences.lengths
     if sequences.cu_seqlens is not None:  # a row for each sequence
         rows = stored(q.new_zeros(sequences.count, 0, q.shape[-1]), q, torch.zeros_like(here), int(here.max()), sequences)
-    if reads_values(lengths) and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if reads_values(lengths) and not compiling:
         longest = int(lengths.max())
         keys, values = keys[:, :longest], values[:, :longest]
     wide, place = state_dtype(q.dtype), torch.arange(keys.shape[1], device=q.device)
     keys = keys.to(wide)
     values = values.to(wide).masked_fill((place >= lengths[:, None])[..., None], 0)  # a pool has old tokens there
     positions = (lengths - here)[:, None] + torch.arange(rows.shape[1], device=q.device)
-    blocks = (slice(n, n + ROWS) for n in range(0, rows.shape[1], ROWS))
+    # compiled graphs are for any number of tokens
+    blocks = [slice(None)] if compiling else [slice(n, n + ROWS) for n in range(0, rows.shape[1], ROWS)]
     found = [_attention(rows[:, one].to(wide), keys, values, place <= positions[:, one, None]) for one in blocks]
     y = torch.cat(found, 1).to(q.dtype)
     if sequences.cu_seqlens is None:

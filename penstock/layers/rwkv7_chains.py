@@ -76,10 +76,7 @@ def recurrence_inputs(r: Tensor, k: Tensor, w: Tensor, rate: Tensor, learned: Le
     The caller uses the r that is returned: the backward kernel adds its gradient.
     """
     H, N = learned.r_k.shape
-    found = [
-        one.view(*r.shape[:2], *one.shape[1:])
-        for one in INPUTS(RecurrenceCall(r, k, w, rate, learned, v if isinstance(v, Mixed) else None))
-    ]
+    found = INPUTS(RecurrenceCall(r, k, w, rate, learned, v if isinstance(v, Mixed) else None))
     return RecurrenceInputs(*found, *(() if isinstance(v, Mixed) else [v.unflatten(-1, (H, N))] * 2))
 
 
@@ -112,15 +109,22 @@ class RecurrenceCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor | None]:
+        """All tensors: tokens as [B,T,H,N], parameters as [H,N]."""
+        return self._shaped(*self.r.shape[:2])
+
+    @property
+    def rows(self) -> list[Tensor | None]:
         """All tensors: tokens as [B*T,H,N], parameters as [H,N]."""
-        H, N = self.learned.r_k.shape
-        *tokens, v0 = self.mixed or (None,) * 4
+        return self._shaped(self.r.shape[0] * self.r.shape[1])
+
+    def _shaped(self, *tokens: int) -> list[Tensor | None]:
+        head, (*mixed, v0) = self.learned.r_k.shape, self.mixed or (None,) * 4
 
         def shaped(shape: tuple[int, ...], *given: Tensor | None) -> list[Tensor | None]:
             return [None if x is None else x.reshape(shape).contiguous() for x in given]
 
-        rows, head = (self.r.shape[0] * self.r.shape[1], H, N), (H, N)
-        return [*shaped(rows, *self[:4]), *shaped(head, *self.learned), *shaped(rows, *tokens), *shaped(head, v0)]
+        each = (*tokens, *head)
+        return [*shaped(each, *self[:4]), *shaped(head, *self.learned), *shaped(each, *mixed), *shaped(head, v0)]
 
 
 def _refuses(c: RecurrenceCall) -> str | None:
@@ -134,13 +138,12 @@ def _refuses(c: RecurrenceCall) -> str | None:
 
 
 def _by_kernel(c: RecurrenceCall) -> tuple[Tensor, ...]:
-    apply = launching("rwkv7_launch").Inputs.apply
+    apply, tokens = launching("rwkv7_launch").Inputs.apply, c.r.shape[:2]
 
     def function(*given: Tensor | None) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = apply(inputs_formula, *given)
-        return found
+        return tuple([one.view(*tokens, *one.shape[1:]) for one in apply(inputs_formula, *given)])
 
-    given = c.tensors
+    given = c.rows
     return again(function(*given), function, *given)
 
 
@@ -174,7 +177,7 @@ def inputs_formula(
     r: Tensor, k: Tensor, w: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, r_k: Tensor, w0: Tensor, a0: Tensor, v: Tensor | None,
     mix: Tensor | None, first: Tensor | None, v0: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``recurrence_inputs`` of tokens [R,H,N] and parameters [H,N]: r, raw, k, a, b and share; v twice, if values are mixed."""
+    """``recurrence_inputs`` of tokens [...,H,N] and parameters [H,N]: r, raw, k, a, b and share; v twice, if values are mixed."""
     narrow, wide = r.dtype, state_dtype(r.dtype)
     keys, logits = k.to(wide), rate.to(wide) + a0.to(wide)
     removed, lr = F.normalize(keys * k_k.to(wide), dim=-1), sigmoid(logits)

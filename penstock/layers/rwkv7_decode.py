@@ -209,7 +209,7 @@ def _refuses(c: Step) -> str | None:
 
 def _by_kernel(c: Step) -> Tensor:
     launch, norm, slots = launching("rwkv7_step_launch"), c.norm, c.sequences.slots
-    given = launch.Given(*c.inputs.tensors)
+    given = launch.Given(*c.inputs.rows)
     gate, values = (one.reshape(given.r.shape).contiguous() for one in (c.gate, c.values))
     slots = None if slots is None else slots.contiguous()
     y: Tensor = launch.rwkv7_step(given, gate, values, norm.weight, norm.bias, norm.eps, c.pool, slots)
@@ -239,7 +239,7 @@ def _by_native(c: Step) -> Tensor:
 def step_formula(c: Step) -> Any:
     """``rwkv7_step``, and the pool."""
     dtype, H = state_dtype(c.gate.dtype), c.inputs.learned.r_k.shape[0]
-    tensors = [None if x is None else x.to(dtype) for x in c.inputs.tensors]
+    tensors = [None if x is None else x.to(dtype) for x in c.inputs.rows]
     r, raw, key, a, b, share, *mixed = inputs_formula(*tensors)  # type: ignore[arg-type]
     v, gate = mixed[0] if mixed else c.values.to(dtype).view(r.shape), c.gate.to(dtype).view(r.shape)
     state = c.sequences.read(c.pool).to(dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error, literal_logits
+from sampling import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -339,6 +340,18 @@ def test_compiled_layers_have_equal_gradients(name: str, ids: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", every(5, [name for name in ARCHITECTURES if name != "own_mixer"]))
+@torch.no_grad()
+def test_a_model_is_exported_for_any_number_of_tokens(name: str, ids: Tensor) -> None:
+    """Without tracing Python's bytecode, which is torch's default."""
+    model = model_of(name)
+    model.forward = lambda ids: (CausalLM.forward(model, ids).logits,)  # type: ignore[method-assign]
+    program = torch.export.export(model, (ids,), dynamic_shapes=({1: torch.export.Dim("T", min=2, max=4096)},)).module()
+    for tokens in (2, 5, 70):
+        given = torch.arange(BATCH * tokens).view(BATCH, tokens) * 5 % SIZES["vocab_size"]
+        assert error(program(given)[0], model(given)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["rwkv7a", "hybrid"])
 def test_a_compiled_model_with_checkpointing(name: str, ids: Tensor) -> None:
     """In one graph: layers inside ``checkpoint`` write to nothing that they share."""

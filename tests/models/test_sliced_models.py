@@ -7,6 +7,7 @@ from sampling import slow
 from slices import averaged_alike, cuts, models_alike
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", [(3, 1), *slow((2, 6), (4, 6))])
 def test_ranks_equal_one_process(sizes):
     """With one cut for each model, all have different ones."""
