@@ -195,7 +195,7 @@ def test_wrong_ids_raise_everywhere(model: CausalLM, ids: Tensor, function: str,
 def test_values_are_read_on_a_cpu_only(model: CausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, values are read inside ``checks()`` only."""
     reads: list[bool] = []
-    read = "penstock.models.arguments.reads_values"
+    read = "penstock.layers.values.reads_values"
     monkeypatch.setattr(read, lambda x: reads.append(True))
     with pytest.raises(IndexError):  # raised by torch, and not on a GPU
         model(ids + 13)
