@@ -18,6 +18,7 @@ from .halving import halved
 from .sequences import Sequences, adopt
 from .sizes import check_fields
 from .sliced import sequences_of
+from .token_cache import check_rooms
 from .values import Values, check_values
 
 
@@ -209,4 +210,6 @@ class Mixer(nn.Module):
             if in_place and not complaints.found and not torch.compiler.is_compiling():
                 check_apart(complaints, state)
             complaints.raise_any()
+            if in_place:
+                check_rooms(state, sequences)
         return sequences

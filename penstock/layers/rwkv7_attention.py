@@ -31,7 +31,7 @@ from .rwkv7 import RWKV7Config, RWKV7State, RWKV7TimeMix
 from .sequences import Sequences
 from .shared_input import linears_of
 from .sliced import SlicedSequences
-from .token_cache import SoftmaxAttentionState, check_room, room_for, stored
+from .token_cache import SoftmaxAttentionState, room_for, stored
 from .token_shift import token_shift
 from .values import EMBEDDED, IDS, RESIDUAL, Values, of_model
 
@@ -146,7 +146,6 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, cache: Any, sequences: Sequences)
     length, here = sequences.read(cache.length), sequences.here
     after, every = length + sequences.lengths, sequences
     if isinstance(cache, PagedAttentionState):
-        check_room(cache.room, after, sequences)
         y = attend_pages(q[:, :, None], k[:, :, None], v[:, :, None], cache, sequences, cap=CAP)
         return y.squeeze(2), cache._replace(length=after)
     if isinstance(sequences, SlicedSequences):
@@ -173,8 +172,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequence
         longest = int(lengths.max())
         keys, values = keys[:, :longest], values[:, :longest]
     wide, place = state_dtype(q.dtype), torch.arange(keys.shape[1], device=q.device)
-    keys = keys.to(wide)
-    values = values.to(wide).masked_fill((place >= lengths[:, None])[..., None], 0)  # a pool has old tokens there
+    unused = (place >= lengths[:, None])[..., None]  # a pool has old tokens there
+    keys, values = (one.to(wide).masked_fill(unused, 0) for one in (keys, values))
     positions = (lengths - here)[:, None] + torch.arange(rows.shape[1], device=q.device)
     # compiled graphs are for any number of tokens
     blocks = [slice(None)] if compiling else [slice(n, n + ROWS) for n in range(0, rows.shape[1], ROWS)]

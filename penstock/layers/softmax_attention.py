@@ -22,7 +22,7 @@ from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 from .shared_input import linears_of
 from .sliced import SlicedSequences
-from .token_cache import SoftmaxAttentionState, check_room, room_for, stored
+from .token_cache import SoftmaxAttentionState, room_for, stored
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,6 @@ class SoftmaxAttention(Mixer):
         q, k, v = self._project(x, sequences.positions(length))
         if isinstance(state, PagedAttentionState):
             after = length + sequences.lengths
-            check_room(state.room, after, sequences)
             output = attend_pages(q, k, v, state, sequences, self.config.window_size)
             return self._project_output(output, sequences), state._replace(length=after)
         if isinstance(sequences, SlicedSequences):

@@ -24,6 +24,11 @@ class SoftmaxAttentionState(NamedTuple):
     length: Tensor
     """[N], the number of tokens so far, int64."""
 
+    @property
+    def room(self) -> int:
+        """The most tokens of a row of a pool."""
+        return self.keys.shape[1]
+
     def paged(self, pages: int = 0, most: int = 0) -> PagedAttentionState:
         """The rows before their first token, with room in ``pages`` pages that all rows share, ``most`` of them for a row."""
         keys, values = (x.new_zeros(pages, PAGE, *x.shape[2:]) for x in (self.keys, self.values))
@@ -53,22 +58,25 @@ def paged(state: Any, pages: Callable[[SoftmaxAttentionState], PagedAttentionSta
 
 def room_for(room: int, after: Tensor, sequences: Sequences) -> int:
     """The number of tokens of a row of the new cache, for ``after`` [N] tokens so far. Rows of a pool keep their ``room``."""
-    if sequences.count == 0:
-        return room
-    if not sequences.in_place:
-        return max(room, int(after.max()))
-    check_room(room, after, sequences)
-    return room
+    return room if sequences.count == 0 or sequences.in_place else max(room, int(after.max()))
 
 
-def check_room(room: int, after: Tensor, sequences: Sequences) -> None:
-    """Check that rows of a pool have room for their new tokens, where values may be read."""
-    live = after if sequences.slots is None else after.masked_fill(sequences.slots < 0, 0)
-    if reads_values(after) and sequences.count and int(live.max()) > room:
-        complaints = Complaints("advance")
-        remedy = "Make it with a larger max_length."
-        complaints.add(RangeError, "state", f"a pool with room for {int(live.max())} tokens a row", f"room for {room}", remedy)
-        complaints.raise_any()
+def check_rooms(state: Any, sequences: Sequences) -> None:
+    """Check that rows of a pool have room for their new tokens, where values may be read. Call it before anything is written.
+
+    ``state``: that of a mixer, a layer or a model.
+    """
+    if isinstance(state, SoftmaxAttentionState | PagedAttentionState):
+        after = sequences.read(state.length) + sequences.lengths
+        live = after if sequences.slots is None else after.masked_fill(sequences.slots < 0, 0)
+        if reads_values(after) and sequences.count and int(live.max()) > state.room:
+            complaints = Complaints("advance")
+            remedy = "Make it with a larger max_length."
+            complaints.add(RangeError, "state", f"a pool with room for {int(live.max())} tokens a row", f"room for {state.room}", remedy)
+            complaints.raise_any()
+    elif isinstance(state, list | tuple):
+        for one in state:
+            check_rooms(one, sequences)
 
 
 def stored(cache: Tensor, tokens: Tensor, length: Tensor, room: int, sequences: Sequences) -> Tensor:

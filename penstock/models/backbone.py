@@ -26,6 +26,7 @@ from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
 from ..layers.sliced import sequences_of
+from ..layers.token_cache import check_rooms
 from ..layers.values import EMBEDDED, IDS, RESIDUAL, Values, check_layers, joined, of_model, own, passed
 from ..tokens.context import ContextParallel
 from .arguments import check_embeddings, check_state, check_tokens, marks
@@ -337,6 +338,8 @@ class Backbone(nn.Module):
                 complaints.raise_any()
                 if found is not None:
                     self._checked = found
+            if in_place:
+                check_rooms(state, sequences)
         return sequences
 
     def _refuse_embeddings(self, complaints: Complaints) -> None:
