@@ -1,6 +1,7 @@
 """Keys and values of hybrid models in pages: waiting, preemption, sharing, windows, states, and limits."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from architectures import model_of
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.pages import SharedPages
 from penstock.errors import EngineError, OutOfMemory, PenstockError, RangeError, ShapeError
-from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig, SoftmaxAttentionState
+from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig
+from penstock.layers.token_cache import paged
 from penstock.models import CausalLM, hybrid
 
-HYBRIDS = ["hybrid", "hybrid_window", "hybrid_of_deltas", "hybrid_without_rotary"]
+HYBRIDS = ["hybrid", "hybrid_window", "hybrid_of_deltas", "hybrid_without_rotary", "rwkv7b"]
 PROMPT = [n * n % 13 for n in range(150)]
 
 
@@ -71,9 +73,7 @@ def test_there_may_be_fewer_pages_than_rows(name):
 def test_slots_beyond_the_rows_are_refused(name):
     """However many pages there are."""
     model = model_of(name)
-    pool = [
-        one._replace(mixer=one.mixer.paged(9, 2)) if isinstance(one.mixer, SoftmaxAttentionState) else one for one in model.initial_state(2)
-    ]
+    pool = paged(model.initial_state(2), lambda cache: cache.paged(9, 2))
     with pytest.raises(RangeError, match="advance: slots must be below the 2 rows of state, got 5"):
         model.advance(torch.tensor([[1], [2]]), pool, slots=torch.tensor([0, 5]))
 
@@ -180,24 +180,23 @@ def test_files_of_states_have_the_tokens_of_the_window(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    for name, count in (("hybrid", 3), ("hybrid_window", 1)):
+    caches = {"hybrid": "state[1].mixer", "hybrid_window": "state[0].mixer", "rwkv7b": "state[1].mixer.cache"}
+    for name, cache in caches.items():
         engine = Engine(model_of(name), slots=2, token_budget=256)
         state = engine.generate([PROMPT], greedy(60, keep_state=True))[0].completions[0].state
         assert state.aligned == 192
         engine.save_state(state, tmp_path / name)
-        tensors = load_file(tmp_path / name)
-        layer = 0 if name == "hybrid_window" else 1
-        assert tensors[f"state[{layer}].mixer.keys"].shape[0] == tensors[f"state[{layer}].mixer.values"].shape[0] == count
+        tensors, keys = load_file(tmp_path / name), f"{cache}.keys"
+        assert tensors[keys].shape[0] == tensors[f"{cache}.values"].shape[0] == (1 if name == "hybrid_window" else 3)
         found = engine.load_state(tmp_path / name)
         assert torch.equal(found.pages, state.pages)
         with safe_open(tmp_path / name, "pt") as file:
             about = file.metadata()
-        keys = f"state[{layer}].mixer.keys"
         save_file({**tensors, keys: tensors[keys][1:].contiguous()}, tmp_path / "short", metadata=about)
-        with pytest.raises(ShapeError, match=r"mixer.keys must be torch.float32"):
+        with pytest.raises(ShapeError, match=rf"{re.escape(keys)} must be torch.float32"):
             engine.load_state(tmp_path / "short")
         save_file({**tensors, keys: tensors[keys] * float("nan")}, tmp_path / "nan", metadata=about)
-        with pytest.raises(RangeError, match=r"mixer.keys must be finite numbers"):
+        with pytest.raises(RangeError, match=rf"{re.escape(keys)} must be finite numbers"):
             engine.load_state(tmp_path / "nan")
 
 
@@ -265,7 +264,7 @@ def test_layers_with_and_without_windows_keep_all_pages():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["hybrid_of_deltas", "hybrid_window"])
+@pytest.mark.parametrize("name", ["hybrid_of_deltas", "hybrid_window", "rwkv7b"])
 def test_many_requests_leave_no_page_behind(name, overlap):
     """Random requests, cancelled, forked, preempted and continued, in few pages."""
     rng = random.Random(name)
