@@ -197,6 +197,8 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
         self._checked: tuple[object, ...] | None = None  # the marks of the last checked pool
+        self._grows = any(one.grows for one in config.mixers)
+        """Whether the state of a sequence grows."""
         complaints = Complaints("Config")
         check_layers(complaints, zip(config.mixers, self.layers), config.hidden_size)  # type: ignore[arg-type]
         complaints.raise_any()
@@ -338,7 +340,7 @@ class Backbone(nn.Module):
                 complaints.raise_any()
                 if found is not None:
                     self._checked = found
-            if in_place:
+            if in_place and self._grows:
                 check_rooms(state, sequences)
         return sequences
 

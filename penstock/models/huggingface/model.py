@@ -100,11 +100,6 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         output = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **states)
         return output if option(return_dict, self.config.return_dict) else output.to_tuple()
 
-    @property
-    def _grows(self) -> bool:
-        """Whether the state of a sequence grows: then calls cannot write to it."""
-        return any(mixer.grows for mixer in self.sizes.mixers)
-
     def get_input_embeddings(self) -> nn.Module:
         """The embeddings of tokens."""
         return self.embeddings
