@@ -8,12 +8,12 @@ tokens in a row. Their keys and values are in pages (``pages``), of which a slot
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OutOfMemory, PenstockError
+from ..layers.arguments import mapped
 from ..layers.token_cache import caches, paged
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
@@ -61,7 +61,7 @@ class StatePool:
                 raise
             raise OutOfMemory(self._too_large(slots, count if most else 0)) from error
         places = iter(self.layout)
-        self.state: State = self._in_pages(_mapped(initial, lambda _: next(places).view(self.memory)))
+        self.state: State = self._in_pages(mapped(initial, lambda _: next(places).view(self.memory)))
         """The pool as ``CausalLM.advance`` takes it."""
         self._initial = self.memory.new_zeros(1, self.row_bytes // 8)
         for (_, x), place in zip(named_tensors(initial), self.layout):
@@ -190,12 +190,3 @@ def _window(model: CausalLM) -> int | None:
     """The most tokens that a softmax attention layer attends to, or None."""
     found = [one.window_size for one in model.config.mixers if one.grows]  # type: ignore[attr-defined]
     return None if None in found else max(found, default=None)
-
-
-def _mapped(state: Any, function: Any) -> Any:
-    """The results of ``function`` for all tensors of a state, in the order of ``named_tensors``."""
-    if isinstance(state, Tensor):
-        return function(state)
-    if hasattr(state, "_fields"):
-        return type(state)(*(_mapped(one, function) for one in state))
-    return [_mapped(one, function) for one in state]

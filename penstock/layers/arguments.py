@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -79,6 +79,16 @@ def named_tensors(state: object, name: str = "state", *, pages: bool = True) -> 
     elif isinstance(state, list | tuple):
         for n, one in enumerate(state):
             yield from named_tensors(one, f"{name}[{n}]", pages=pages)
+
+
+def mapped(state: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A state with the results of ``function`` for all tensors, in the order of ``named_tensors``. None stays None."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if state is None:
+        return None
+    parts = [mapped(one, function) for one in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else parts
 
 
 def check_part(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import slow
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from penstock.models.huggingface import CACHE, PenstockForCausalLM, PenstockMode
 
 V = SIZES["vocab_size"]
 pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
+GROWING = [name for name, config in ARCHITECTURES.items() if any(mixer.grows for mixer in config.mixers)]
 SMALL = ["rwkv6", "gla", "retnet", "linear", "mamba2", "hybrid"]
 
 
@@ -130,6 +132,16 @@ def test_errors_of_packing() -> None:
                 call(ids, **options)
     with pytest.raises(RangeError, match="generate: position_ids must be one sequence a row, got packed ones"):
         model.generate(ids, position_ids=POSITIONS, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", [*GROWING, "rwkv6", *slow(*(name for name in ARCHITECTURES if name not in (*GROWING, "rwkv6")))])
+def test_cached_tokens_are_those_without_a_cache(name: str) -> None:
+    """Greedy, padded on the left, and with beams, whose rows of states are exchanged."""
+    model, ids = of(name), drawn(2, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    for options in ({}, {"attention_mask": mask}, {"num_beams": 3}, {"num_beams": 2, "attention_mask": mask}):
+        found, wanted = (model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached, **options) for cached in (True, False))
+        assert torch.equal(found, wanted)
 
 
 def test_layers_that_read_tokens_take_no_embeddings_in_their_place() -> None:

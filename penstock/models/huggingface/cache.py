@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import Complaints, DtypeError, RangeError
-from ..backbone import LayerState, State
+from ...layers.arguments import mapped
+from ..backbone import State
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the state in results of this version of transformers: ``cache`` since 5.24."""
@@ -32,14 +33,10 @@ class StateCache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row n by row ``beam_idx[n]``."""
-        self.state = [None if one is None else LayerState(*(_rows(part, beam_idx) for part in one)) for one in self.state]
+        self.state = mapped(self.state, lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def activate_past_recording(self) -> None:
         """Called by ``generate``. States cannot go back, and are not asked to."""
-
-
-def _rows(part: Any, rows: Tensor) -> Any:
-    return type(part)(*(x.index_select(0, rows.to(x.device)) for x in part))
 
 
 def cache_of(name: str, past: Any, cache: Any) -> StateCache | None:
