@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..layers import SoftmaxAttentionState
+from ..layers.arguments import mapped
 from ..layers.attention_pages import PagedAttentionState
 from ..layers.modes import rows_alike
 from ..layers.quantized import QuantizedLinear
-from ..layers.token_cache import paged
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 
@@ -84,7 +84,7 @@ def _pool(model: CausalLM) -> State:
         found.pages[:, 0] = torch.arange(1, LIVE + 1)
         return found
 
-    pool: State = paged(model.initial_state(LIVE, max_length=0), with_pages)
+    pool: State = mapped(model.initial_state(LIVE, max_length=0), with_pages, SoftmaxAttentionState)
     return pool
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OutOfMemory, PenstockError
+from ..layers import SoftmaxAttentionState
 from ..layers.arguments import mapped
-from ..layers.token_cache import caches, paged
+from ..layers.token_cache import caches
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 from .kept import KeptState
@@ -79,8 +80,10 @@ class StatePool:
 
     def _in_pages(self, state: State) -> State:
         """The state, with the pages of softmax attention layers."""
-        pool, layers = self.pages, itertools.count()
-        found: State = state if pool is None else paged(state, lambda cache: pool.state(next(layers), cache.length))
+        if (pool := self.pages) is None:
+            return state
+        layers = itertools.count()
+        found: State = mapped(state, lambda cache: pool.state(next(layers), cache.length), SoftmaxAttentionState)
         return found
 
     def live(self, slot: int) -> int:

@@ -81,13 +81,13 @@ def named_tensors(state: object, name: str = "state", *, pages: bool = True) -> 
             yield from named_tensors(one, f"{name}[{n}]", pages=pages)
 
 
-def mapped(state: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A state with the results of ``function`` for all tensors, in the order of ``named_tensors``. None stays None."""
-    if isinstance(state, Tensor):
+def mapped(state: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """A state with the results of ``function`` for all parts of a kind, in the order of ``named_tensors``. Other tensors and None stay."""
+    if isinstance(state, kind):
         return function(state)
-    if state is None:
-        return None
-    parts = [mapped(one, function) for one in state]
+    if state is None or isinstance(state, Tensor):
+        return state
+    parts = [mapped(one, function, kind) for one in state]
     return type(state)(*parts) if hasattr(state, "_fields") else parts
 
 

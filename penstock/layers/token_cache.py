@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,16 +44,6 @@ def caches(state: Any, name: str = "state") -> Iterator[tuple[str, SoftmaxAttent
         fields = getattr(state, "_fields", None)
         for n, one in enumerate(state):
             yield from caches(one, f"{name}.{fields[n]}" if fields else f"{name}[{n}]")
-
-
-def paged(state: Any, pages: Callable[[SoftmaxAttentionState], PagedAttentionState]) -> Any:
-    """A state of a mixer, a layer or a model, with ``pages`` of each cache in its place."""
-    if isinstance(state, SoftmaxAttentionState):
-        return pages(state)
-    if isinstance(state, Tensor):
-        return state
-    parts = [paged(one, pages) for one in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else parts
 
 
 def room_for(room: int, after: Tensor, sequences: Sequences) -> int:

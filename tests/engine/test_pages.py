@@ -11,8 +11,8 @@ from architectures import model_of
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.pages import SharedPages
 from penstock.errors import EngineError, OutOfMemory, PenstockError, RangeError, ShapeError
-from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig
-from penstock.layers.token_cache import paged
+from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig, SoftmaxAttentionState
+from penstock.layers.arguments import mapped
 from penstock.models import CausalLM, hybrid
 
 HYBRIDS = ["hybrid", "hybrid_window", "hybrid_of_deltas", "hybrid_without_rotary", "rwkv7b"]
@@ -73,7 +73,7 @@ def test_there_may_be_fewer_pages_than_rows(name):
 def test_slots_beyond_the_rows_are_refused(name):
     """However many pages there are."""
     model = model_of(name)
-    pool = paged(model.initial_state(2), lambda cache: cache.paged(9, 2))
+    pool = mapped(model.initial_state(2), lambda cache: cache.paged(9, 2), SoftmaxAttentionState)
     with pytest.raises(RangeError, match="advance: slots must be below the 2 rows of state, got 5"):
         model.advance(torch.tensor([[1], [2]]), pool, slots=torch.tensor([0, 5]))
 
