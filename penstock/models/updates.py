@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Mixer, RWKV6ChannelConfig, RWKV6Config, RWKV7Config, Sequences, cpu
+from ..layers.arguments import named_tensors
 from ..layers.chains import Chain, plain
 from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
@@ -89,11 +90,7 @@ def drawn_state(draw: Draw, state: Any) -> Any:
 def updated(c: Any, found: tuple[Tensor, Tensor | None]) -> Any:
     """The residual stream, and the pool."""
     x, y = found
-    return x if y is None else x + y, _parts(c.state)
-
-
-def _parts(state: Any) -> list[Tensor]:
-    return [state] if isinstance(state, Tensor) else [x for part in state for x in _parts(part)]
+    return x if y is None else x + y, [part for _, part in named_tensors(c.state)]
 
 
 def _absent(device: torch.device) -> str | None:
