@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.layers import Sequences
+from penstock.layers.arguments import mapped
 from penstock.layers.norms import GroupedRMSNorm
 from penstock.models import CausalLM, Config, gla, rwkv6
 from penstock.models.config import feed_forward_size
@@ -155,11 +156,8 @@ def test_a_nan_in_one_row_of_a_pool_stays_there(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x[[0, 2, 3]], y[[0, 2, 3]]) for x, y in zip(*map(flat, pools)))
 
 
-def nan_first(state):
-    """A state whose first row is NaN."""
-    if isinstance(state, Tensor):
-        return torch.cat([state[:1] * torch.nan, state[1:]]) if state.is_floating_point() else state
-    return type(state)(*map(nan_first, state))
+def nan_first(x: Tensor) -> Tensor:
+    return torch.cat([x[:1] * torch.nan, x[1:]]) if x.is_floating_point() else x
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -167,7 +165,7 @@ def test_a_nan_in_one_sequence_stays_there(name: str, ids: Tensor) -> None:
     """In training too, on every device alike: decays that the layers compute are not refused."""
     model, state = model_of(name), model_of(name)(ids[:, :3]).state
     wanted = model(ids[:, 3:], state).logits
-    broken = [layer._replace(mixer=nan_first(layer.mixer)) for layer in state]
+    broken = [layer._replace(mixer=mapped(layer.mixer, nan_first)) for layer in state]
     logits = model(ids[:, 3:], broken).logits
     assert logits[0].isnan().all()
     assert error(logits[1], wanted[1]) < 1e-6

@@ -19,6 +19,7 @@ from penstock.layers import (
     RWKV7AttentionConfig,
     SoftmaxAttentionConfig,
 )
+from penstock.layers.arguments import mapped
 from penstock.models import CausalLM, Config, delta_net, gated_deltanet, gla, hybrid, kda, linear, mamba2, retnet, rwkv5, rwkv6, rwkv7
 from penstock.models.arguments import named_tensors
 
@@ -118,4 +119,4 @@ def flat(state: object) -> list[Tensor]:
 def unflat(like, tensors):
     """The state of a mixer with these tensors, in the order of ``flat``."""
     rest = iter(tensors)
-    return type(like)(*(unflat(one, [next(rest) for _ in flat(one)]) if isinstance(one, tuple) else next(rest) for one in like))
+    return mapped(like, lambda _: next(rest))
