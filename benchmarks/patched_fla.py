@@ -16,6 +16,7 @@ from functools import partial
 
 import fla.models as fla
 import torch
+from compile_fla import tune_briefly
 
 from penstock.compat import fla as compat
 
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out")
     given = parser.parse_args()
+    tune_briefly()
     torch.manual_seed(0)
     make = partial(model_of, given.model, given.layers)
     weights = {name: x.clone() for name, x in make().cuda().bfloat16().state_dict().items()}

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 
 import torch
+from compile_fla import tune_briefly
 from random_models import SIZES, config_of
 
 from penstock.models import CausalLM, Config
@@ -56,6 +57,7 @@ def fla_model(name: str, ours: Config):
     """fla's model of the same sizes."""
     import fla.models as fla
 
+    tune_briefly()
     sizes = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers, "vocab_size": ours.vocab_size}
     mixer = ours.mixer
     if name == "rwkv6":
