@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
-from ..calls import Backward, C
+from ..calls import Backward, C, Call
 from . import chunks, segments
 
 ROWS = 1 << 31
@@ -19,25 +20,30 @@ ROWS = 1 << 31
 WARPS = 8
 
 
-def refuses(call: Backward) -> str | None:
-    """Two streams in bfloat16 with heads of 64 and one anchor in a chunk, and tensors that TMA can copy."""
+def refuses_tiles(call: Call, **given: Tensor | None) -> str | None:
+    """Two streams in bfloat16, 64 key channels, one anchor in a chunk, and tensors that TMA can copy: q, k, a, b and ``given``."""
     p = call.p
     if not call.anchored:
         return "it computes two streams whose decays have one anchor in 64 tokens"
     if p.groups:
         return "it takes q, k, a and b of every head of v"
-    for name, D in (("K", call.K), ("V", call.V)):
-        if D != C:
-            return f"{name} must be {C}, this is {D}"
+    if call.K != C:
+        return f"K must be {C}, this is {call.K}"
     if not 0 < p.sizes["B"] * p.sizes["T"] * call.H < ROWS:
         return f"it takes up to 2**31 tokens of all heads, this call has {p.sizes['B'] * p.sizes['T'] * call.H}"
-    given = {name: getattr(p, name) for name in ("q", "k", "v", "a", "b")} | {"d_output": call.d_output}
-    for name, x in given.items():
+    for name, x in {"q": p.q, "k": p.k, "a": p.a, "b": p.b, **given}.items():
         if x is not None and x.dtype != torch.bfloat16:
             return f"it takes bfloat16, {name} is {x.dtype}"
         if x is not None and not tiled(x):
             return f"{name} must be [B,T,H * {C}] with rows at multiples of 16 bytes, its strides are {x.stride()}"
     return None
+
+
+def refuses(call: Backward) -> str | None:
+    """Such tensors with values of 64 channels."""
+    if call.anchored and call.V != C:
+        return f"V must be {C}, this is {call.V}"
+    return refuses_tiles(call, v=call.p.v, d_output=call.d_output)
 
 
 def _gradients(plan: Plan, call: Backward) -> None:
@@ -59,13 +65,12 @@ def _gradients(plan: Plan, call: Backward) -> None:
     )  # fmt: skip
 
 
-def _backward(call: Backward) -> Plan:
+def backward(call: Backward, tiles: chunks.Tiles = chunks.prepared) -> Plan:
     """The gradients of ``forms/chunks.py``, by segments where these fill the GPU."""
-    backward = segments.backward if segments.avoids(call) is None else chunks.backward
-    return backward(call, _gradients)
+    by = segments.backward if segments.avoids(call) is None else chunks.backward
+    return by(call, _gradients, tiles)
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 64, "V": 64}
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "rwkv7_bwd_sm90", _backward, absent, refuses, examples=(Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
-)
+EXAMPLES = (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("rwkv7_bwd_sm90", backward, absent, refuses, examples=EXAMPLES)

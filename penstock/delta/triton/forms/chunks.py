@@ -46,7 +46,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
         return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
 
     tiles = (
-        memory("late", 2, C, C, needed=two), memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK),
+        memory("late", 2 * C, C, needed=two), memory("solved", C, C, dtype=torch.float32), memory("ap", C, C), memory("bt", C, BK),
         memory("qr", C, BK, needed=channel), memory("ar", C, BK, needed=channel), memory("kr", C, BK, needed=two),
         memory("total", BK, dtype=torch.float32, needed=channel),
     )  # fmt: skip
@@ -112,11 +112,16 @@ def start(call: Call) -> State:
     return NOTHING if state is None else ("initial_state", state.stride())
 
 
-def _forward(call: Forward) -> Plan:
+Tiles = Callable[[Plan, Call], None]
+"""Adds the memory of tiles that depend on no states and the launch that computes them, as ``prepared``."""
+
+
+def forward(call: Forward, tiles: Tiles = prepared) -> Plan:
+    """``output`` and ``final_state``."""
     plan = Plan(keeps=True)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
-    prepared(plan, call)
+    tiles(plan, call)
     walked(plan, call, sequences, start(call), output, final, keep=False)
     return plan
 
@@ -126,13 +131,13 @@ def gradient(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.d
     return plan.empty(name, batch, tokens, call.H, *shape, dtype=dtype) if needed else "q"
 
 
-def backward(call: Backward, gradients: Callable[[Plan, Backward], None] | None = None) -> Plan:
+def backward(call: Backward, gradients: Callable[[Plan, Backward], None] | None = None, tiles: Tiles = prepared) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again.
 
     With ``state_alone`` only ``d_initial_state``, which depends on no states. ``gradients``: in place of ``gradients_of_chunks``.
     """
     plan, H, K, V = Plan(keeps=True), call.H, call.K, call.V
-    prepared(plan, call)
+    tiles(plan, call)
     if not call.state_alone:
         walked(plan, call, sequences, start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
     walked_back(plan, call, sequences, end(call), plan.empty("d_initial_state", sequences, H, K, V))
@@ -215,7 +220,7 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
 SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
 EXAMPLES += (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", _forward, refuses=refuses, examples=EXAMPLES)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", forward, refuses=refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
     "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)

@@ -8,7 +8,17 @@ from ....gpu.forms import Form
 from ....gpu.plan import Plan
 from ...declaration import Delta
 from ..calls import Backward, Forward, InPlace
-from . import anchored_backward_sm90, channels_backward_sm90, channels_sm90, chunks, scalar_backward_sm90, scalar_sm90, segments, tokens
+from . import (
+    anchored_backward_sm90,
+    anchored_sm90,
+    channels_backward_sm90,
+    channels_sm90,
+    chunks,
+    scalar_backward_sm90,
+    scalar_sm90,
+    segments,
+    tokens,
+)
 
 InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 """Adds its launches to a plan, which write an output, for pieces of a number of tokens or for the tokens after them."""
@@ -16,12 +26,14 @@ InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
     scalar_sm90.FORWARD,
+    anchored_sm90.FORWARD,
     segments.FORWARD,
     chunks.FORWARD,
 )
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     scalar_backward_sm90.BACKWARD,
+    anchored_sm90.BACKWARD,
     anchored_backward_sm90.BACKWARD,
     segments.BACKWARD,
     chunks.BACKWARD,

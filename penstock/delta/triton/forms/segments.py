@@ -18,7 +18,7 @@ from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C, Call, Forward
 from ..portable import chain
 from . import chunks
-from .chunks import NOTHING, State
+from .chunks import NOTHING, State, Tiles
 
 LEAST = 6
 """Segments of a sequence, at least: three walks in place of one."""
@@ -76,20 +76,23 @@ def _states(plan: Plan, call: Call, L: Callable[[Sizes], int], matrices: str, fi
     return _chained(plan, call, L, matrices, sums, chunks.start(call), final, False), sums
 
 
-def _forward(call: Forward) -> Plan:
+def forward(call: Forward, tiles: Tiles = chunks.prepared) -> Plan:
+    """``output`` and ``final_state``."""
     plan, L = Plan(keeps=True), _segment(call)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
-    chunks.prepared(plan, call)
+    tiles(plan, call)
     states, sums = _states(plan, call, L, _matrices(plan, call, L), final)
     chunks.walked(plan, call, call.chunks(L), states, output, sums, keep=False, segments=L)
     return plan
 
 
-def backward(call: Backward, gradients: Callable[[Plan, Backward], None] = chunks.gradients_of_chunks) -> Plan:
+def backward(
+    call: Backward, gradients: Callable[[Plan, Backward], None] = chunks.gradients_of_chunks, tiles: Tiles = chunks.prepared
+) -> Plan:
     """The gradients of ``forms/chunks.py``."""
     plan, L, H, K, V = Plan(keeps=True), _segment(call), call.H, call.K, call.V
-    chunks.prepared(plan, call)
+    tiles(plan, call)
     matrices = _matrices(plan, call, L)
     d_initial, d_sums = plan.empty("d_initial_state", sequences, H, K, V), plan.empty("d_segment_sums", call.chunks(L), H, K, V)
     chunks.walked_back(plan, call, call.chunks(L), NOTHING, d_sums, L)
@@ -106,7 +109,7 @@ def backward(call: Backward, gradients: Callable[[Plan, Backward], None] = chunk
 SIZES = {"B": 1, "N": 1, "T": 150, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
-    "delta_segments", _forward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
+    "delta_segments", forward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
 )
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
     "delta_segments_bwd", backward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES

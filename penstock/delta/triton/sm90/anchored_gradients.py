@@ -1,7 +1,7 @@
 """Gradients of RWKV-7's inputs on Hopper, in Gluon, where a chunk has one anchor: everything that needs no chain over chunks.
 
 With G_t the sums of log2 decays g up to and including token t, S the state before the chunk, dS' the gradient of the state after it, X and
-Z from the walks, total = exp2(G) of the last token, and T from ``portable/anchored_prepare.py``,
+Z from the walks, total = exp2(G) of the last token, and T from ``anchored_prepare.py``,
 
     Xq = scale q exp2(G)    Xa = a exp2(G - g)    Xb = b exp2(-G)    Xk = k exp2(-G)    U = T X    V the values
     Pq_b = dO U^T    Pq_k = dO V^T   (s <= t)     Pa_b = Z U^T    Pa_k = Z V^T   (s < t)
@@ -22,35 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import LOG2E, span_of
+from ....gpu.tiles import span_of
+from .anchored import in_two, logarithms, tokens_through
 from .layouts import C
-
-
-@gluon.jit
-def in_two(x, kind: gl.constexpr):
-    """A tile as the sum of two in bfloat16: 16 significant bits."""
-    most = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
-    return most.to(kind), (x - most).to(kind)
-
-
-@gluon.jit
-def logarithms(g, inside):
-    """The log2 decays of a tile, 0 outside. Loaded again where they are needed again: they would take registers meanwhile."""
-    return gl.load(g, mask=inside, other=0.0).to(gl.float32) * LOG2E
 
 
 @gluon.jit
 def computed_again(x):
     """x, opaque to the compiler, so that what follows from it is computed again: kept, it would take registers meanwhile."""
     return unknown(x.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def tokens_through(AFTER: gl.constexpr, wide: gl.constexpr):
-    """1 for the tokens u <= t (columns) of tokens t (rows), or AFTER: u >= t. [C,C] in bfloat16."""
-    t = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
-    u = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
-    return gl.where(u >= t if AFTER else u <= t, 1.0, 0.0).to(gl.bfloat16)
 
 
 @gluon.jit

@@ -30,15 +30,15 @@ def store_blocks(N, n_s):
 
 @gluon.jit
 def inverted_blocks(n_s, d_s):
-    """The inverses [GROUPS,ROWS,ROWS] of I - N for the blocks N on the diagonal, by forward substitution, rounded to float16.
+    """The inverses [GROUPS,ROWS,ROWS] of I - N for the blocks N on the diagonal, by forward substitution, rounded to the dtype of ``d_s``.
 
-    A thread has a column. ``n_s``: see ``store_blocks``; ``d_s``: memory of [ROWS,GROUPS ROWS], float16.
+    A thread has a column. ``n_s``: see ``store_blocks``; ``d_s``: memory of [ROWS,GROUPS ROWS].
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     block: gl.constexpr = gl.SliceLayout(1, columns)
     j = gl.arange(0, ROWS, gl.SliceLayout(0, columns))[None, :]
-    rows = reinterpret(d_s, gl.float16, [ROWS, GROUPS, ROWS], plain)
+    rows = reinterpret(d_s, d_s.dtype, [ROWS, GROUPS, ROWS], plain)
     t = (gl.where(j == 0, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns)),)
     for r in gl.static_range(1, 16):
         x = gl.where(j == r, 1.0, gl.zeros([GROUPS, ROWS], gl.float32, columns))
@@ -48,7 +48,7 @@ def inverted_blocks(n_s, d_s):
     a = gl.join(gl.join(gl.join(t[0], t[8]), gl.join(t[4], t[12])), gl.join(gl.join(t[2], t[10]), gl.join(t[6], t[14])))
     b = gl.join(gl.join(gl.join(t[1], t[9]), gl.join(t[5], t[13])), gl.join(gl.join(t[3], t[11]), gl.join(t[7], t[15])))
     x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 3, 4, 5, 1)), [GROUPS, ROWS, ROWS])  # one store: Triton synchronizes warps between two
-    rows.permute((1, 0, 2)).store(x.to(gl.float16))
+    rows.permute((1, 0, 2)).store(x.to(d_s.dtype))
     meet()
     return rows.permute((1, 0, 2)).load(gl.SliceLayout(2, diagonal_layout()))
 

@@ -1,4 +1,4 @@
-"""The Gluon kernel of RWKV-7's gradients for Hopper, emulated on the CPU with the launches before it: gradients against the oracle."""
+"""The Gluon kernels of RWKV-7 with one anchor in a chunk, for Hopper, emulated on a CPU, against the oracle."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from hopper_deltas import A100, BUDGET, EMULATED, H200, given
 from sampling import every, slow
 
 from penstock.delta import inputs
-from penstock.delta.triton.calls import Backward
-from penstock.delta.triton.forms.anchored_backward_sm90 import BACKWARD
+from penstock.delta.triton.calls import Backward, Forward
+from penstock.delta.triton.forms import anchored_backward_sm90, anchored_sm90
 
 pytestmark = EMULATED
 NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
@@ -22,6 +22,7 @@ OF = Delta("rwkv7", B=1, H=1, T=70, K=64, V=64, dtype=torch.bfloat16, raw=True)
 CASES = [
     *(replace(OF, centre=centre) for centre in (0.0, -9.0, 9.0)),
     replace(OF, key="equal", centre=-5.0),
+    replace(OF, centre=60.0),
     replace(OF, lengths=(0, 5, 64, 1, 81, 0), scale=-0.3),
     replace(OF, T=1),
     replace(OF, B=2, T=64, H=2, state=False),
@@ -29,26 +30,34 @@ CASES = [
 ]
 
 
-def run(case, drawn=None, d_output=None, d_final=None, seed=0):
-    """All gradients by the emulated kernels."""
+FORWARD = anchored_sm90.FORWARD
+BACKWARD = (anchored_backward_sm90.BACKWARD, anchored_sm90.BACKWARD)
+FORMS = pytest.mark.parametrize("form", [FORWARD, *BACKWARD], ids=lambda form: form.name)
+
+
+def run(form, case, drawn=None, d_output=None, d_final=None, seed=0):
+    """The results of a form, or all gradients, by the emulated kernels."""
     drawn_gradients = upstream(case)
     d_output = drawn_gradients[0] if d_output is None else d_output
     d_final = drawn_gradients[1] if d_final is None else d_final
     problem = contract.problem_of(case, case.tensors() if drawn is None else drawn)
     computed, pull = inputs.differentiable(problem, False)
     p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
-    call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
-    assert BACKWARD.refusal(call) is None
-    found = gluon.run(BACKWARD.plan(call), given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
+    call = Forward.of(p, H200) if form is FORWARD else Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
+    assert form.refusal(call) is None
+    found = gluon.run(form.plan(call), given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
+    if form is FORWARD:
+        return {name: found[name] for name in ("output", "final_state")}
     found["draw"] = pull({"g": found["dg"]})["raw"]
     return {f"d{name}": found["d_" + name if name == "initial_state" else "d" + name] for name in NAMES}
 
 
+@FORMS
 @pytest.mark.parametrize("case", [*every(8, CASES), *slow(*CASES)], ids=str)
-def test_equal_the_oracle(case):
+def test_equal_the_oracle(form, case):
     """Sums over all channels may cancel: then twice the error of the formula with rounded operands is allowed, too."""
     wanted = oracle(case)
-    for name, x in run(case).items():
+    for name, x in run(form, case).items():
         if name not in wanted:
             continue
         off = float((x.double() - wanted[name].value).norm())
@@ -58,8 +67,9 @@ def test_equal_the_oracle(case):
         assert off <= allowed, (name, off / wanted[name].size)
 
 
+@FORMS
 @pytest.mark.parametrize("name", ["b", *slow("q", "k", "v", "a", "raw", "d_output")])
-def test_packed_neighbours_change_no_bit(name):
+def test_packed_neighbours_change_no_bit(form, name):
     """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
     case = replace(OF, lengths=(3, 5, 70))
     drawn, (d_output, _) = case.tensors(), upstream(case)
@@ -67,10 +77,26 @@ def test_packed_neighbours_change_no_bit(name):
     changed[name] = changed[name].clone()
     for part in (slice(0, 3), slice(8, None)):
         changed[name][:, part] = torch.inf
-    before, after = run(case), run(case, changed, changed["d_output"], seed=1)
+    before, after = run(form, case), run(form, case, changed, changed["d_output"], seed=1)
     for n, x in before.items():
-        of = (1,) if n == "dinitial_state" else (slice(None), slice(3, 8))
+        of = (1,) if n.endswith("state") else (slice(None), slice(3, 8))
         assert torch.equal(x[of], after[n][of]), n
+
+
+@pytest.mark.parametrize("cut", [37, *slow(1, 64, 65)])
+def test_later_tokens_change_no_bit(cut):
+    """Outputs before a cut."""
+    case = replace(OF, T=130)
+    drawn, other = case.tensors(), replace(case, centre=9.0, v_factor=1e9).tensors()
+    changed = dict(drawn)
+    for name in ("q", "k", "v", "a", "b", "raw"):
+        changed[name] = torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1)
+    assert torch.equal(run(FORWARD, case)["output"][:, :cut], run(FORWARD, case, changed)["output"][:, :cut])
+
+
+def test_values_of_any_size():
+    """The tiles do not depend on values."""
+    test_equal_the_oracle(FORWARD, replace(OF, V=24))
 
 
 @pytest.mark.parametrize(
@@ -91,4 +117,7 @@ def test_reasons(case, target, reason):
     d_output, d_final = upstream(case)
     problem = contract.problem_of(case, case.tensors())
     p = inputs.of_every_head(inputs.canonical(problem, inputs.uncomputed(problem, False)))
-    assert reason in str(BACKWARD.refusal(Backward.of(p, target, d_output=d_output, d_final_state=d_final)))
+    for form in BACKWARD:
+        assert reason in str(form.refusal(Backward.of(p, target, d_output=d_output, d_final_state=d_final)))
+    if case.V == OF.V:
+        assert reason in str(FORWARD.refusal(Forward.of(p, target)))
