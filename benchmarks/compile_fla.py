@@ -2,8 +2,8 @@
 
     python benchmarks/compile_fla.py gla "patched rwkv7" [--processes 15] [--seconds 90]
 
-Each process calls a few layers of a model of ``training_step.py`` or of ``patched_fla.py`` ("patched ..."), forward and backward, and compiles
-its share of the kernels and configurations into Triton's cache. No kernel runs: tuning comes later, alone on the GPU.
+Each process calls a few layers of a model of ``training_step.py`` or of ``patched_fla.py`` ("patched ..."), forward and backward, and
+compiles its share of the kernels and configurations into Triton's cache. No kernel runs: tuning comes later, alone on the GPU.
 """
 
 import argparse

@@ -29,7 +29,7 @@ ARGUMENTS = {
     "use_gate_in_kernel": "bool\nThe gate is raw. Without it, A_log and dt_bias have no meaning.",
     "lower_bound": (
         "float, optional\nOf a raw gate x of kda: the log decay is ``lower_bound * sigmoid(exp(A_log) * (x + dt_bias))``; without A_log,\n"
-        "as with zeros. Elsewhere a promise about log decays, which is not needed here: every log decay is exact."
+        "as with zeros. Of rwkv7 and dplr_delta_rule, what no log decay is below, which saves time. Log decays of kda need no bound."
     ),
     "safe_gate": "bool\nA promise about log decays, which is not needed here: every log decay is exact and equally fast.",
     "disable_recompute": "bool\nWhat is kept for the backward pass is fixed for each implementation. It does not change results.",

@@ -67,11 +67,12 @@ def _of_rwkv7(call: Call, a: Tensor, b: Tensor) -> Output:
     options, r = _forwards(call), call["r"]
     if options["scale"] is None and isinstance(r, Tensor) and r.dim():
         options["scale"] = r.shape[-1] ** -0.5
-    return call.results(*functional.rwkv7(r, call["w"], call["k"], call["v"], a, b, **options))
+    return call.results(*functional.rwkv7(r, call["w"], call["k"], call["v"], a, b, lower_bound=call.get("lower_bound"), **options))
 
 
 def _dplr(call: Call) -> Output:
-    return call.results(*functional.dplr(*(call[name] for name in ("q", "k", "v", "a", "b", "gk")), **_forwards(call)))
+    tensors = [call[name] for name in ("q", "k", "v", "a", "b", "gk")]
+    return call.results(*functional.dplr(*tensors, lower_bound=call.get("lower_bound"), **_forwards(call)))
 
 
 def _forwards(call: Call) -> dict[str, Any]:

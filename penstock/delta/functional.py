@@ -162,6 +162,7 @@ def rwkv7(
     b: Tensor,
     *,
     raw_decay: bool = False,
+    lower_bound: float | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -184,6 +185,9 @@ def rwkv7(
         In the dtype of r.
     raw_decay : bool
         w is a raw gate: the log decay is ``-exp(-0.5) * sigmoid(w)``, as in models.
+    lower_bound : float, optional
+        What no log decay w is below, such as -0.6066 where w is ``-exp(-0.5) * sigmoid(raw)``. On a GPU it saves half of the time and more:
+        see "The bound of decays" in docs/delta.md. With ``raw_decay`` the bound is known.
     <options>
 
     >>> import torch
@@ -192,7 +196,7 @@ def rwkv7(
     >>> rwkv7(r, w, k, v, -kk, kk * 0.5, raw_decay=True).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    flags = False, False, False, None
+    flags = False, False, False, lower_bound
     check_flag("rwkv7", "raw_decay", raw_decay)
     given = (cu_seqlens, initial_state)
     return _run("rwkv7", (r, k, v, w, None, a, b), None, None, flags, given, scale, output_final_state, impl, context, raw_decay)
@@ -207,6 +211,7 @@ def dplr(
     b: Tensor,
     g: Tensor,
     *,
+    lower_bound: float | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -225,6 +230,8 @@ def dplr(
         In the dtype of q. States are bounded only if transitions do not expand: the caller sees to it.
     g : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0.
+    lower_bound : float, optional
+        What no log decay is below, as of ``rwkv7``.
     <options>
 
     >>> import torch
@@ -233,7 +240,7 @@ def dplr(
     >>> dplr(q, k, v, -x, x, -g.abs()).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    flags = False, False, False, None
+    flags = False, False, False, lower_bound
     given = (cu_seqlens, initial_state)
     return _run("dplr", (q, k, v, g, None, a, b), None, None, flags, given, scale, output_final_state, impl, context)
 
@@ -305,7 +312,7 @@ def _run(
     q, k, v, gate, *others = tensors
     g, raw = gates(VARIANTS[variant], gate, A_log, raw_decay)
     if any(x is not None and x is not False for x in flags):
-        check_options(variant, VARIANTS[variant], flags, raw is not None)
+        check_options(variant, VARIANTS[variant], flags, g, raw)
     given, options = (q, k, v, g, *others, raw, A_log, dt_bias, *rest), (scale, output_final_state, *flags)
     if context is not None:
         return Result(*over_ranks(variant, given, options, impl, context))

@@ -57,8 +57,8 @@ def refuses_options(p: DeltaTokens) -> str | None:
         return f"{p.variant.name} has no beta, and no use_qk_l2norm"
     if p.allow_neg_eigval and not p.beta_logits:
         return "allow_neg_eigval scales beta computed from beta_logits"
-    if p.lower_bound is not None and not (p.variant.bounded and p.raw is not None):
-        return "lower_bound belongs to a raw gate of kda"
+    if p.lower_bound is not None and not (p.variant.bounded if p.raw is not None else p.variant.streams == 2):
+        return "lower_bound belongs to a raw gate of kda, or to log decays of two streams"
     return None
 
 
@@ -149,7 +149,7 @@ def uncomputed(p: DeltaTokens, wide: bool) -> dict[str, Tensor]:
 
 
 def bound(p: DeltaTokens) -> float | None:
-    """The lowest log decay that the raw gate of a call can give, or None."""
+    """The lowest log decay that a call can have, or None if no bound is known."""
     return FASTEST if p.raw is not None and p.variant.raw == "sigmoid" else p.lower_bound
 
 

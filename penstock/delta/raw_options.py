@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..call.validation import reads_values
 from ..errors import Complaints, DtypeError, InvalidArgument, RangeError, described, shortened
 from .variants import VARIANTS, Variant
 
@@ -26,7 +29,7 @@ def checked_gates(
             _refuse(name, "raw_decay", f"False for {variant}", "True", "Raw gates of other variants have A_log.")
     g, raw = gates(row, gate, A_log, raw_decay)
     if any(x is not None and x is not False for x in flags):
-        check_options(name, row, flags, raw is not None)
+        check_options(name, row, flags, g, raw)
     return g, raw
 
 
@@ -36,8 +39,8 @@ def check_flag(function: str, name: str, value: object) -> None:
         _refuse(function, name, "True or False", described(value), "", DtypeError)
 
 
-def check_options(function: str, row: Variant, flags: tuple[Any, ...], raw: bool) -> None:
-    """Raise for options that a variant does not have. The operator checks their types."""
+def check_options(function: str, row: Variant, flags: tuple[Any, ...], g: Tensor | None, raw: Tensor | None) -> None:
+    """Raise for options that a variant does not have, and for log decays below their bound. The operator checks types."""
     complaints = Complaints(function)
     _, beta_logits, allow_neg_eigval, lower_bound = flags
     if row.streams == 2:
@@ -46,11 +49,32 @@ def check_options(function: str, row: Variant, flags: tuple[Any, ...], raw: bool
                 complaints.add(RangeError, name, f"False for {row.name}, which has no beta", shortened(value))
     elif allow_neg_eigval is True and beta_logits is False:
         complaints.add(RangeError, "allow_neg_eigval", "False without beta_logits", "True", "It doubles the sigmoid of beta_logits.")
-    if lower_bound is not None and not (row.bounded and raw):
-        rule = "None without A_log" if row.bounded else f"None for {row.name}"
-        remedy = "It bounds the log decay of a raw gate: pass A_log, too; of zeros for lower_bound * sigmoid(x + dt_bias)."
-        complaints.add(RangeError, "lower_bound", rule, shortened(lower_bound), remedy if row.bounded else "Only kda has it.")
+    if lower_bound is not None:
+        _check_bound(complaints, row, lower_bound, g, raw)
     complaints.raise_any()
+
+
+def _check_bound(complaints: Complaints, row: Variant, bound: Any, g: Tensor | None, raw: Tensor | None) -> None:
+    """``lower_bound`` is part of a raw gate of kda, or what a caller knows of the log decays of two streams."""
+    rule = remedy = ""
+    if row.bounded and raw is None:
+        rule, remedy = "None without A_log", "It bounds a raw gate: pass A_log, too; of zeros for lower_bound * sigmoid(x + dt_bias)."
+    elif not row.bounded and row.streams == 1:
+        rule, remedy = f"None for {row.name}", "Only kda, rwkv7 and dplr have it."
+    elif row.streams == 2 and raw is not None:
+        rule, remedy = "None with raw_decay", "The bound of a raw gate of rwkv7 is known."
+    if rule:
+        complaints.add(RangeError, "lower_bound", rule, shortened(bound), remedy)
+    elif row.streams == 2 and isinstance(bound, Real) and -torch.inf < float(bound) < 0:
+        _check_decays(complaints, row.gate, float(bound), g)
+
+
+def _check_decays(complaints: Complaints, name: str, bound: float, g: Tensor | None) -> None:
+    """Log decays are not below a bound. It is rounded to their dtype, as they may have been."""
+    if isinstance(g, Tensor) and g.numel() and not torch.compiler.is_compiling() and reads_values(g):
+        lowest = g.detach().min()
+        if lowest < lowest.new_tensor(bound):
+            complaints.add(RangeError, name, f"at least lower_bound = {bound}", lowest.item(), "Pass a bound of all of them, or none.")
 
 
 def _refuse(function: str, name: str, rule: str, value: str, remedy: str, kind: type[InvalidArgument] = RangeError) -> None:

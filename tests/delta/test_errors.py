@@ -9,6 +9,7 @@ from penstock.delta.variants import VARIANTS
 
 B, T, H, K, V = 2, 5, 4, 3, 6
 A_LOG, BIAS = torch.zeros(H), torch.zeros(H, K)
+ONES = torch.ones(B, T, H, K)
 
 
 def good(variant, **changed):
@@ -38,6 +39,11 @@ WRONG = [
     ("rwkv7", dict.fromkeys("ab", torch.zeros(B, T, 3, K)), ps.ShapeError, "a must be of 2 or 4 heads, those of k or of v, got [2,"),
     ("rwkv7", {"b": torch.zeros(B, T, H, K)}, ps.ShapeError, "b must be of shape [B,T,J,K] = [2, 5, 2, 3], got [2, 5, 4, 3]."),
     ("rwkv7", {"w": torch.ones(B, T, H, K)}, ps.RangeError, "rwkv7: w must be a log decay"),
+    ("rwkv7", {"lower_bound": -0.6, "w": -ONES}, ps.RangeError, "rwkv7: w must be at least lower_bound = -0.6, got -1.0. Pass a bound"),
+    ("rwkv7", {"lower_bound": -0.6, "raw_decay": True}, ps.RangeError, "rwkv7: lower_bound must be None with raw_decay, got -0.6."),
+    ("rwkv7", {"lower_bound": 0.5, "w": -ONES}, ps.RangeError, "rwkv7: lower_bound must be finite and below 0, got 0.5."),
+    ("rwkv7", {"lower_bound": "x"}, ps.DtypeError, "rwkv7: lower_bound must be a number or None, got 'x' of type str."),
+    ("dplr", {"lower_bound": -0.6, "g": -ONES}, ps.RangeError, "dplr: g must be at least lower_bound = -0.6, got -1.0."),
     ("rwkv7", {"raw_decay": 1}, ps.DtypeError, "rwkv7: raw_decay must be True or False, got 1 of type int."),
     ("dplr", {"a": torch.zeros(B, T, 2, K).double()}, ps.DtypeError, "dplr: a must be float32, got torch.float64."),
     ("dplr", {"scale": float("nan")}, ps.RangeError, "dplr: scale must be finite, got nan."),

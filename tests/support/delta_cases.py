@@ -35,6 +35,12 @@ def raw_cases(of: Delta) -> list[Delta]:
     return [*found, replace(of, B=0), replace(of, T=0)]
 
 
+def bounded_cases(of: Delta) -> list[Delta]:
+    """Log decays of two streams whose bound is known."""
+    bounded = replace(of, gate="logsigmoid/16", bound=-0.6)
+    return [replace(bounded, dtype=dtype, T=70) for dtype in (FLOAT32, FLOAT16, BFLOAT16)] if of.row.streams == 2 else []
+
+
 def cases(variant: str) -> list[Delta]:
     """The contract of one variant."""
     of, row = Delta(variant, H=2), VARIANTS[variant]
@@ -59,7 +65,7 @@ def cases(variant: str) -> list[Delta]:
     found += [replace(of, T=70, gate=gate, dtype=dtype) for gate in ("mixture", "spikes") for dtype in (FLOAT16, BFLOAT16) if row.decay]
     found += [replace(of, T=5, gate=gate, still=True) for gate in (-0.3, -3.0, -30.0) if row.decay]
     found += key_cases(variant)
-    return found + raw_cases(replace(of, T=33))
+    return found + raw_cases(replace(of, T=33)) + bounded_cases(of)
 
 
 def key_cases(variant: str) -> list[Delta]:
@@ -90,7 +96,7 @@ def interpreted_cases(variant: str) -> list[Delta]:
     found += [replace(of, H=4, G=G, T=33) for G in (1, 2)] + [replace(of, H=8, G=1, T=20, dtype=FLOAT16), replace(of, B=0, T=5, G=1)]
     found += [replace(of, T=70, gate=gate) for gate in gates(variant)]
     found += [replace(of, T=70, key=key, beta=beta, gate="weak") for key in KEYS for beta in (1.0, 2.0) if row.streams == 1]
-    return found + raw_cases(replace(of, T=20))
+    return found + raw_cases(replace(of, T=20)) + bounded_cases(of)
 
 
 def sampled_cases(variant: str) -> list[Delta]:
@@ -118,6 +124,7 @@ def pooled_cases(variant: str) -> list[PooledDelta]:
     found += [replace(of, G=1), replace(of, lengths=(3, 66), slots=(6, 1), H=4, G=2, strided=True)]
     found += [replace(of, lengths=None, B=3, T=67, slots=(3, -1, 0), scale=0.3), replace(of, lengths=(), slots=(), K=1, V=3)]
     found += [replace(of, gate=gate) for gate in ("spikes", "weak") if row.decay]
+    found += [replace(of, gate="logsigmoid/16", bound=-0.6)] * (row.streams == 2)
     return found + [replace(of, raw=True, lengths=(1, 66), slots=(4, 0))] * (row.raw != "" or row.streams == 1)
 
 

@@ -29,8 +29,8 @@ RECURRENT: dict[Mode, tuple[Part, ...]] = {
 }
 """The ordered lists of an implementation, by mode. In place, pieces come first if there are any."""
 PORTABLE = (
-    chunks.FORWARD, chunks.BACKWARD, chunks.PIECES, segments.FORWARD, segments.BACKWARD, anchored_backward_sm90.BACKWARD,
-    anchored_sm90.FORWARD, anchored_sm90.BACKWARD,
+    chunks.FORWARD, chunks.BACKWARD, chunks.PIECES, segments.FORWARD, segments.BACKWARD, anchored_sm90.FORWARD,
+    anchored_backward_sm90.BACKWARD,
 )  # fmt: skip
 """Forms whose pairs follow ``Call.low``."""
 CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}

@@ -1,32 +1,41 @@
-"""RWKV-7 on Hopper where a chunk has one anchor, with the tiles of chunks by ``sm90/anchored_prepare.py``: both passes.
-
-The launches after it are those of ``forms/chunks.py`` or, where these fill the GPU, of ``forms/segments.py``; of the backward pass the last
-one is that of ``forms/anchored_backward_sm90.py``.
-"""
+"""The forward pass of RWKV-7 on Hopper where a chunk has one anchor: tiles by ``sm90/anchored_prepare.py``, then the portable walk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent
+from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
 from ..calls import Backward, C, Call, Forward
-from . import anchored_backward_sm90, chunks, segments
+from . import chunks, segments
 
-CHOSEN = False
-"""Whether calls take these forms where no other is named. Their first kernel was not timed yet."""
-REGISTERS = 168
-"""Of a thread: three programs on a multiprocessor, which their shared memory allows, too. It spills up to 100 bytes."""
+ROWS = 1 << 31
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
 
-def avoids(call: Call) -> str | None:
-    """The portable kernel prepares chunks."""
-    return None if CHOSEN else "its first kernel was not timed yet"
+def refuses(call: Call, **given: Tensor | None) -> str | None:
+    """Two streams in bfloat16, 64 key channels, one anchor in a chunk, and tensors that TMA can copy: q, k, a, b and ``given``."""
+    p = call.p
+    if not call.anchored:
+        return "it computes two streams whose decays have one anchor in 64 tokens"
+    if p.groups:
+        return "it takes q, k, a and b of every head of v"
+    if call.K != C:
+        return f"K must be {C}, this is {call.K}"
+    if not 0 < p.sizes["B"] * p.sizes["T"] * call.H < ROWS:
+        return f"it takes up to 2**31 tokens of all heads, this call has {p.sizes['B'] * p.sizes['T'] * call.H}"
+    for name, x in {"q": p.q, "k": p.k, "a": p.a, "b": p.b, **given}.items():
+        if x is not None and x.dtype != torch.bfloat16:
+            return f"it takes bfloat16, {name} is {x.dtype}"
+        if x is not None and not tiled(x):
+            return f"{name} must be [B,T,H * {C}] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+    return None
 
 
 def tiles(plan: Plan, call: Call) -> None:
@@ -43,27 +52,17 @@ def tiles(plan: Plan, call: Call) -> None:
     plan.launch(
         anchored_prepare.penstock_rwkv7_prepare_sm90, call.programs(slots, 1),
         ("q", "a", "k", "b", late, ap, bt, qr, ar, kr, "g", T, total, "cu_seqlens"),
-        (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[token] * 4, *[slot] * 6), REGISTERS,
+        (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[token] * 4, *[slot] * 6),
         writes=(late, ap, bt, qr, ar, kr, total, *[T] * solved), K=K, PACKED=call.packed, SOLVED=solved,
     )  # fmt: skip
 
 
 def _forward(call: Forward) -> Plan:
-    """``output`` and ``final_state``."""
+    """``output`` and ``final_state``, by segments where these fill the GPU."""
     by = segments.forward if segments.avoids(call) is None else chunks.forward
     return by(call, tiles)
 
 
-def _backward(call: Backward) -> Plan:
-    """The gradients of ``forms/chunks.py``."""
-    return anchored_backward_sm90.backward(call, tiles)
-
-
-SIZES = anchored_backward_sm90.SIZES | {"V": 40}
-EXAMPLES = (*anchored_backward_sm90.EXAMPLES, Example("rwkv7", torch.bfloat16, SIZES, ("g",)))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
-    "rwkv7_prepare_sm90", _forward, absent, anchored_backward_sm90.refuses_tiles, avoids, examples=EXAMPLES
-)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "rwkv7_prepare_bwd_sm90", _backward, absent, anchored_backward_sm90.refuses, avoids, examples=anchored_backward_sm90.EXAMPLES
-)
+SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 64, "V": 64}
+EXAMPLES = tuple(Example("rwkv7", torch.bfloat16, SIZES | {"V": V}, ("g",)) for V in (64, 40))
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
