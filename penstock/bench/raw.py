@@ -36,14 +36,19 @@ def own(name: str, inputs: Inputs, mode: Mode) -> Candidate:
 
 
 def candidate(inputs: Inputs, mode: Mode) -> Candidate:
-    """``auto`` with raw decays. It refuses every call if the log decays are outside the bound, or the call is a decode step."""
+    """``auto`` with raw decays. It refuses every call if the log decays are outside the bound, or the call is a decode step.
+
+    Gradients of log decays of 0 cannot be compared: x is infinite.
+    """
     bound = BOUNDS[inputs.variant]
     if mode == "decode":
         return refusing(NAME, "decode steps are those of auto, which have no levels")
     try:
-        gate_logits(inputs.g, bound)
+        finite = bool(gate_logits(inputs.g, bound).isfinite().all())
     except ImplementationRefused as refusal:
         return refusing(NAME, str(refusal))
+    if mode == "fwdbwd" and not finite:
+        return refusing(NAME, f"its log decays are {bound:.4g} sigmoid(x), and log decays of 0 have no gradient by x")
     auto, call = ours("auto", inputs, mode), _call(inputs)
 
     def arguments(x: Inputs) -> Inputs:

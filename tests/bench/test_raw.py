@@ -25,12 +25,19 @@ def test_results_and_gradients_are_those_of_log_decays(variant, gates, mode):
     assert timing.error < 1e-5
 
 
-@pytest.mark.parametrize(("variant", "gates", "mode"), [("kda", "fast", "fwd"), ("kda", "resets", "fwdbwd"), ("rwkv7", "slow", "decode")])
+REFUSED = [("kda", "fast", "fwd"), ("kda", "resets", "fwdbwd"), ("kda", "zero", "fwdbwd"), ("rwkv7", "slow", "decode")]
+
+
+@pytest.mark.parametrize(("variant", "gates", "mode"), REFUSED)
 def test_calls_without_raw_decays_are_refusals(variant, gates, mode):
     x = inputs(variant, SHAPES[variant]._replace(T=1) if mode == "decode" else SHAPES[variant], gates=gates)
     (untimed,) = measure("a", x, mode, [raw.own("raw", x, mode)], seconds=0.001, keep_going=True).untimed
-    reason = {"decode": "decode steps are those of auto, which have no levels"}
-    assert untimed.reason == f"refuses: {reason.get(mode, 'its log decays are -5 sigmoid(x) of bfloat16 x, and these are not')}"
+    reason = {
+        "decode": "decode steps are those of auto, which have no levels",
+        "zero": "its log decays are -5 sigmoid(x), and log decays of 0 have no gradient by x",
+    }
+    expected = reason.get(mode) or reason.get(gates) or "its log decays are -5 sigmoid(x) of bfloat16 x, and these are not"
+    assert untimed.reason == f"refuses: {expected}"
     assert not untimed.fault
 
 
