@@ -44,7 +44,9 @@ def draw(variant, tokens, device):
     found = {row.query: q, "k": k, "v": v}
     if variant in removals.VARIANTS:
         found |= removal(row, normal, (1, tokens, H, D))
-    g = -torch.exp(normal(*(axes[axis] for axis in row.decay)) - 4).bfloat16() if row.decay else None
+    g = normal(*(axes[axis] for axis in row.decay)) if row.decay else None
+    if g is not None:  # RWKV-7 gets raw decays, as from its layers
+        g = g.bfloat16() if variant == "rwkv7" else -torch.exp(g - 4).bfloat16()
     if variant == "retention":
         g = g.float()
     if g is not None:
@@ -67,7 +69,8 @@ def sliced(tensors, begin, end):
 
 
 def call(variant, x, impl, context=None):
-    return getattr(ps, variant)(**x, impl=impl, context=context).output
+    raw = {"raw_decay": True} if variant == "rwkv7" else {}
+    return getattr(ps, variant)(**x, **raw, impl=impl, context=context).output
 
 
 def timed(function, samples, calls=1):
