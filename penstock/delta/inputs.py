@@ -87,10 +87,10 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
     return rate * F.logsigmoid(-x) if p.lower_bound is None else p.lower_bound * sigmoid(rate * x)
 
 
-def computed(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+def computed(p: DeltaTokens, wide: bool, follows: Follows | None = None) -> dict[str, Tensor]:
     """The canonical tensors that raw inputs give. ``wide``: normalised q and k stay float32; else they have the dtype of q.
 
-    ``gradients``: whether they will be wanted. Plain PyTorch does not prepare for that.
+    ``follows``: the forward pass that follows, if any. Plain PyTorch does not prepare for it.
     """
     dtype, found = state_dtype(p.q.dtype), dict[str, Tensor]()
     if p.use_qk_l2norm:
@@ -109,12 +109,21 @@ Pull = Callable[[dict[str, Tensor]], dict[str, Tensor | None]]
 """From gradients of the tensors of ``computed``, by name, to those of raw inputs."""
 
 
+class Follows(NamedTuple):
+    """The forward pass that follows a stage of raw inputs."""
+
+    problem: Callable[[], Any]
+    """Makes its problem, whose tensors may have no values."""
+    gradients: bool
+    """Whether they will be wanted."""
+
+
 class Stage(NamedTuple):
     """What computes the canonical tensors of a call with raw inputs, and their gradients."""
 
     name: str
     """What ``explain`` says of it."""
-    forward: Callable[[Any, bool, bool], dict[str, Tensor]]
+    forward: Callable[[Any, bool, Follows | None], dict[str, Tensor]]
     """As ``computed``."""
     differentiable: Callable[[Any, bool], tuple[dict[str, Tensor], Pull]]
     """The same tensors, and a function that takes gradients back through the stage."""
@@ -206,7 +215,8 @@ def prepared(
 
     def ready(p: P, mode: Mode, gradients: bool = False) -> P:
         if is_raw(p) and raw(p, mode) is not None:
-            return known(p, canonical(p, once(*_read(p, stage, wide), lambda: stage.forward(p, wide, gradients))))
+            follows = Follows(partial(planned, p, mode), gradients) if mode == "forward" else None
+            return known(p, canonical(p, once(*_read(p, stage, wide), lambda: stage.forward(p, wide, follows))))
         return p
 
     def known(p: P, made: P) -> P:

@@ -7,13 +7,17 @@ hooks. Otherwise ``launch`` calls the runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from ..call.versions import checked, version
 from .hopper import described
@@ -32,6 +36,10 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+_NO_METADATA = SimpleNamespace(
+    global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+    launch_cooperative_grid=False, launch_pdl=False,
+)  # fmt: skip
 Raw = tuple[Callable[..., object], tuple[Any, ...]]
 """A function that launches a kernel, and the arguments between the stream and the kernel's own."""
 
@@ -50,11 +58,39 @@ def raw(kernel: Any, tiled: bool) -> Raw:
 
 def _launcher_of_encoded(kernel: Any) -> Any:
     """Triton's launcher of a kernel, for encoded descriptors."""
-    types: list[str] = []
-    for one in kernel.src.signature.values():
-        types += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if one.startswith("tensordesc") else [one]
-    source = SimpleNamespace(fn=kernel.src.fn, constants={}, signature=dict(enumerate(types)))
-    return type(kernel.run)(source, kernel.metadata._replace(tensordesc_meta=None))
+    return type(kernel.run)(_source(kernel.src.fn, kernel.src.signature.values()), kernel.metadata._replace(tensordesc_meta=None))
+
+
+def _source(fn: Any, types: Iterable[str]) -> Any:
+    """What Triton makes a launcher for encoded descriptors of."""
+    encoded: list[str] = []
+    for one in types:
+        encoded += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if one.startswith("tensordesc") else [one]
+    return SimpleNamespace(fn=fn, constants={}, signature=dict(enumerate(encoded)))
+
+
+@contextmanager
+def launcher_meanwhile(kernel: Any, arguments: Sequence[Any], options: Mapping[str, int], gpu: int | None) -> Iterator[None]:
+    """Compile the launcher of a kernel in another thread, while the block compiles the kernel.
+
+    Triton 3.6 compiles one in C for each list of argument types, 0.5 to 1 s, when a kernel is loaded, and caches it on disk. Kernels with
+    tiled tensors have the one for encoded descriptors: the source is the same. Errors are raised when the kernel is loaded.
+    """
+    if VERSION != (3, 6) or gpu is None:
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_make_launcher, kernel, arguments, options, gpu)
+        yield
+
+
+def _make_launcher(kernel: Any, arguments: Sequence[Any], options: Mapping[str, int], gpu: int) -> None:
+    with torch.cuda.device(gpu):
+        active = driver.active
+        *_, bind = kernel.device_caches[active.get_current_device()]
+    _, specialized, _ = bind(*arguments, **options)
+    if active.launcher_cls.__name__ == "CudaLauncher":
+        active.launcher_cls(_source(kernel.fn, [kind for kind, _ in specialized]), _NO_METADATA)
 
 
 class Launcher:

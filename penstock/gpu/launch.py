@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class Prepared:
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.gpu = device.index if device.type == "cuda" else None
         self.kernels: tuple[Any, ...] | None = None
+        self.later: Callable[[], None] | None = None
+        """Called once, when all kernels but one are compiled."""
         self.raw: list[direct.Raw] = []
         """For each kernel, the function that Triton's runner calls, if this version of Triton is known."""
         self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
@@ -54,26 +57,34 @@ class Prepared:
             job = partial(self._compile_one, tensors=given)
             if len(plan.launches) == 1 or interpreting():
                 made = list(map(job, plan.launches))
+                self._begin_later()
             else:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
-                    made = list(pool.map(job, plan.launches))
+                    futures = [pool.submit(job, one) for one in plan.launches]
+                    for _ in islice(as_completed(futures), len(futures) - 1):
+                        pass
+                    self._begin_later()
+                    made = [future.result() for future in futures]
             self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
             self.raw = [raw for _, raw in made if raw is not None]
             self.kernels = tuple([kernel for kernel, _ in made])
         return self.kernels
 
+    def _begin_later(self) -> None:
+        later, self.later = self.later, None  # which has tensors
+        if later is not None:
+            later()
+
     def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> tuple[Any, direct.Raw | None]:
         """The compiled kernel, where ``[grid]`` returns a function that launches it; and the function that Triton's runner calls.
 
-        The latter is created here, in parallel: Triton compiles a launcher in C for each list of argument types, which takes 0.5 to 1 s.
+        The latter is created here, in parallel: the kernel is loaded onto the device.
         """
         if interpreting():
             first = len(launch.tensors)
             return _Interpreted(launch.kernel, dict(launch.options), [first + place for place in launch.wide]), None
-        background.wait_for(launch.kernel)
+        kernel = background.compiled(launch, tensors, self.gpu)
         with _at(self.gpu):  # each thread has its own current device
-            arguments = launch.arguments(tensors)
-            kernel = launch.kernel.warmup(*arguments, *launch.typed, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
             return kernel, direct.raw(kernel, bool(launch.tiles)) if direct.KNOWN else None
 
 
@@ -341,6 +352,15 @@ def trying(configurations: Mapping[Any, Any], *forms: str) -> Iterator[set[str]]
         _trial = before
 
 
+Coming = tuple[Plan, dict[str, Tensor | None]]
+"""The plan of a pass that follows, and its tensors, whose contents do not matter."""
+
+
+def _begin(later: Sequence[Callable[[Target, Plan], Coming]], at: Target, prepared: Prepared, instead: str, sizes: Sizes) -> None:
+    for one in later:
+        background.begin(*one(at, prepared.plan), instead, sizes, prepared.gpu)
+
+
 def run(
     name: str,
     p: Problem,
@@ -348,12 +368,14 @@ def run(
     planned: Callable[[Target], Plan],
     tensors: dict[str, Tensor | None],
     *more: Tensor | None,
-    later: Callable[[Target, Plan], tuple[Plan, dict[str, Tensor | None]]] | None = None,
+    beside: Callable[[Target], Coming] | None = None,
+    later: Sequence[Callable[[Target, Plan], Coming]] = (),
 ) -> dict[str, Tensor]:
     """Run a pass of a problem: find or create its plan, compiled and bound. ``more``: tensors that are not in the problem.
 
-    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer. ``later``: a function
-    from the plan to the plan of the pass that will probably follow and its tensors, whose contents do not matter.
+    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer. ``beside``: a function
+    that plans the pass that follows in the same call, whose kernels are compiled beside those of this one. ``later``: functions that
+    plan passes that will probably follow, from the plan of this one; their kernels are compiled once all of this one but one are.
     """
     seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
@@ -371,7 +393,10 @@ def run(
             prepared = plans[rough] = Prepared(planned(at), device, absent, first)
             if _trial is not None:
                 _trial.planned.update(prepared.plan.forms)
-            if later is not None and device.type == "cuda" and not interpreting():
-                background.begin(*later(at, prepared.plan), first, p.sizes, prepared.gpu)
+            if device.type == "cuda" and not interpreting():
+                if beside is not None:
+                    background.begin(*beside(at), first, p.sizes, prepared.gpu)
+                if later:
+                    prepared.later = partial(_begin, later, at, prepared, first, p.sizes)
         bound = seen.bound[key] = Bound(prepared, p.sizes)
     return bound.run(tensors)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.delta import inputs
 from penstock.delta.triton import ahead, launch, plan
 from penstock.delta.triton.forms import lists, raw
 from penstock.delta.variants import VARIANTS
@@ -70,3 +71,24 @@ def test_the_stage_that_follows_has_the_kernels_of_its_backward_pass(one):
     planned, tensors = launch._raw_backward_to_come(p, target, raw.forward_plan(p))
     found = Planned(planned.at(p.sizes), {name: p.q if x is None else x for name, x in tensors.items()})
     assert jobs(found, target.arch) == jobs(dict(one.planned(target))["raw backward"], target.arch)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if one.raw and "raw" in one.passes], ids=lambda one: one.name)
+def test_the_stage_compiles_the_passes_that_follow_it(one, gradients, monkeypatch):
+    """Those of the canonical problem: the forward pass meanwhile, then both backward passes."""
+    told = {}
+    monkeypatch.setattr(launch.launch, "run", lambda *given, **more: told.update(more) or {})
+    p, target = one._problem("forward"), TARGETS["sm_90"]
+    canonical = inputs.of_every_head(inputs.canonical(p, inputs.uncomputed(p, False)))
+    launch.raw_forward(p, False, inputs.Follows(lambda: canonical, gradients))
+
+    def compiled(coming):
+        planned, tensors = coming
+        return jobs(Planned(planned.at(p.sizes), {name: p.q if x is None else x for name, x in tensors.items()}), "sm_90")
+
+    forward = plan.chunk_forward_plan(canonical, target, gradients)
+    assert compiled(told["beside"](target)) == compiled((forward.at(canonical.sizes), launch._inputs(canonical)))
+    stage, backward = raw.forward_plan(p), launch._backward_to_come(canonical, target, forward)
+    wanted = [(backward[0].at(canonical.sizes), backward[1]), launch._raw_backward_to_come(p, target, stage)] if gradients else []
+    assert [compiled(later(target, stage)) for later in told["later"]] == list(map(compiled, wanted))

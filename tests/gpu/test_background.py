@@ -1,6 +1,7 @@
-"""Kernels of the backward pass are compiled while the forward pass runs. They need no GPU."""
+"""Kernels are compiled once, and those of the backward pass while the forward pass runs. They need no GPU."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -34,45 +35,114 @@ class _Kernel:
             raise self.error
 
 
-def test_kernels_compile_in_other_threads_and_the_pass_waits_for_its_own():
-    kernels = [_Kernel(), _Kernel(RuntimeError("no such target")), _Kernel()]
+def _launches(kernels, **more):
+    fields = ("x", "y", "z", "ones"), (lambda sizes: sizes["T"],), (8,), (("num_warps", 2),)
+    return [Launch(one, 1, *fields)._replace(**more) for one in kernels]
+
+
+def _plan(kernels):
     plan = Plan(
         {"y": ((lambda sizes: sizes["T"], 3), torch.float16)},
         constants={"ones": (lambda count, device: torch.ones(count, device=device), 4)},
     )
-    plan.launches += [Launch(one, 1, ("x", "y", "z", "ones"), (lambda sizes: sizes["T"],), (8,), (("num_warps", 2),)) for one in kernels]
-    x = torch.zeros(6, 4)[::2]
-    background.begin(plan, {"x": x, "z": None}, "x", {"T": 5}, None)
-    for kernel in kernels[:2]:
+    plan.launches += _launches(kernels)
+    return plan
+
+
+X = torch.zeros(6, 4)[::2]
+GIVEN = {"x": X, "y": torch.empty(5, 3, dtype=torch.float16), "z": X, "ones": torch.ones(4)}
+
+
+def _begin(kernels):
+    background.begin(_plan(kernels), {"x": X, "z": None}, "x", {"T": 5}, None)
+
+
+def _compiled(kernel, **more):
+    (one,) = _launches([kernel], numbers=(5,), **more)
+    return background.compiled(one, GIVEN, None)
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    pool = ThreadPoolExecutor(2, "penstock-compile")
+    monkeypatch.setattr(background, "_pool", lambda: pool)
+    yield
+    pool.shutdown()
+    assert not background._running
+
+
+def test_kernels_compile_in_other_threads_and_the_pass_waits_for_its_own(two_threads):
+    kernels = [_Kernel(), _Kernel(RuntimeError("no such target"))]
+    _begin(kernels)
+    for kernel in kernels:
         kernel.allowed.set()
-        background.wait_for(kernel)  # an error is the pass's own
-        ((name, (one, y, z, ones, T, constant), options),) = kernel.seen
+        if kernel.error is None:
+            _compiled(kernel)
+        else:
+            with pytest.raises(RuntimeError, match="no such target"):
+                _compiled(kernel)
+        (name, (one, y, z, ones, T, constant), options), (own, _, _) = kernel.seen
         assert name.startswith("penstock-compile")
+        assert own == threading.current_thread().name
         for found in (one, z):
-            assert (found.shape, found.stride(), found.device.type) == (x.shape, x.stride(), "meta")
+            assert (found.shape, found.stride(), found.device.type) == (X.shape, X.stride(), "meta")
         assert (y.shape, y.dtype, ones.shape, T, constant, options) == ((5, 3), torch.float16, (4,), 5, 8, {"num_warps": 2})
-    assert not kernels[2].seen
-    background.wait_for(_Kernel())
-    kernels[2].allowed.set()
-    background.wait_for(kernels[2])
-    background.wait_for(kernels[2])
-    assert len(kernels[2].seen) == 1
+        assert {y.device.type, ones.device.type} == {"meta"}
+
+
+def test_the_pass_takes_what_is_queued_and_waits_for_no_other_launch_of_its_kernel(two_threads):
+    busy, kernel = [_Kernel(), _Kernel()], _Kernel()
+    _begin([*busy, kernel])
+    kernel.allowed.set()
+    _compiled(kernel)
+    assert [name for name, *_ in kernel.seen] == [threading.current_thread().name]
+    keys = [background._key(one._replace(numbers=(5,)), GIVEN, None) for one in _launches(busy)]
+    assert set(keys) == set(background._running)
+    for more in ({"constants": (9,)}, {"numbers": (6,)}, {"options": (("num_warps", 4),)}):
+        (one,) = _launches(busy[:1], **{"numbers": (5,), **more})
+        assert background._key(one, GIVEN, None) not in background._running
+    for one in busy:
+        one.allowed.set()
+
+
+def test_what_another_thread_compiles_is_not_compiled_in_the_background(two_threads):
+    kernel = _Kernel()
+    with ThreadPoolExecutor(1, "a pass") as one:
+        future = one.submit(_compiled, kernel)
+        while not background._running:
+            assert not future.done()
+        _begin([kernel])
+        kernel.allowed.set()
+    assert [name[:6] for name, *_ in kernel.seen] == ["a pass"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_new_plan_on_a_gpu_names_the_pass_that_follows_once(monkeypatch, device):
+def test_a_new_plan_on_a_gpu_names_the_passes_that_follow_once(monkeypatch, device):
+    """The one beside it before its own kernels are compiled, those later when all of these but one are."""
     begun = []
     monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "Prepared", lambda plan, *_: SimpleNamespace(plan=plan, gpu=3))
-    monkeypatch.setattr(launch, "Bound", lambda prepared, sizes: SimpleNamespace(run=lambda tensors: tensors))
+    monkeypatch.setattr(launch, "Prepared", lambda plan, *_: SimpleNamespace(plan=plan, gpu=3, later=None))
+
+    def bound(prepared, sizes):
+        begun.append("own")
+        later, prepared.later = prepared.later, None
+        if later is not None:
+            later()
+        return SimpleNamespace(run=lambda tensors: tensors)
+
+    monkeypatch.setattr(launch, "Bound", bound)
     monkeypatch.setattr(background, "begin", lambda *given: begun.append(given))
     seen = SimpleNamespace(kind=SimpleNamespace(plans={}), bound={})
     p = SimpleNamespace(seen=seen, sizes={"T": 5}, operator=SimpleNamespace(names=("x",)), x=SimpleNamespace(device=torch.device(device)))
-    made = Plan()
-    for _ in range(3):
-        launch.run("a pass", p, lambda _: Target("sm_90", 132, 1 << 17), lambda _: made, {}, later=lambda at, plan: ((at.arch, plan), {}))
+    made, beside = Plan(), Plan()
+    for _ in range(2):
+        launch.run(
+            "a pass", p, lambda _: Target("sm_90", 132, 1 << 17), lambda _: made, {},
+            beside=lambda at: (beside, {"arch": at.arch}), later=[lambda at, plan: ((at.arch, plan), {})],
+        )  # fmt: skip
         seen.bound.clear()
-    assert begun == ([(("sm_90", made), {}, "x", {"T": 5}, 3)] if device == "cuda" else [])
+    ahead, after = (beside, {"arch": "sm_90"}, "x", {"T": 5}, 3), (("sm_90", made), {}, "x", {"T": 5}, 3)
+    assert begun == ([ahead, "own", after, "own"] if device == "cuda" else ["own", "own"])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
@@ -97,9 +167,8 @@ def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
 
 def test_a_forward_pass_with_residuals_tells_what_follows(monkeypatch):
     told = []
-    monkeypatch.setattr(launch, "run", lambda *given, later=None: told.append(later) or {"output": None, "final_state": None})
+    monkeypatch.setattr(launch, "run", lambda *given, later=(): told.append(later) or {"output": None, "final_state": None})
     problem = without_memory("gla", TRAINED[0].shape, torch.float32).problem()
     passes.chunk_forward(problem)
     passes.chunk_forward(problem, keep=True)
-    assert told[0] is None
-    assert told[1] is not None
+    assert [len(one) for one in told] == [0, 1]

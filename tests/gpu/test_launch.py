@@ -163,6 +163,48 @@ def test_kernels_of_a_plan_and_their_launchers_are_made_side_by_side(monkeypatch
     assert len(made) == 3
 
 
+def test_kernels_of_later_passes_begin_when_all_but_one_are_compiled(monkeypatch):
+    begun, x = threading.Event(), torch.ones(2)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(direct, "KNOWN", False)
+
+    class Slow(_Compiled):
+        def warmup(self, *arguments, grid, **options):
+            assert begun.wait(timeout=60)
+            return super().warmup(*arguments, grid=grid)
+
+    class Fast(_Compiled):
+        def warmup(self, *arguments, grid, **options):
+            assert not begun.is_set()
+            return super().warmup(*arguments, grid=grid)
+
+    alone = threading.Barrier(1)
+    plan = Plan(launches=[Launch(kernel, 1, ("x",), (), (), ()) for kernel in (Fast(alone), Slow(alone), Fast(alone))])
+    prepared = launch.Prepared(plan, x.device, [], "x")
+    prepared.later = begun.set
+    prepared.compile({"x": x}, {})
+    assert prepared.later is None  # it refers to tensors
+
+
+@pytest.mark.skipif(direct.VERSION != (3, 6), reason="this Triton compiles no launchers in C")
+def test_the_launcher_that_is_compiled_meanwhile_is_the_one_that_triton_loads(monkeypatch):
+    """Its source is that of the launcher for encoded descriptors."""
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    sources = []
+
+    def compiled(src, **_):
+        sources.append(src)
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setattr(nvidia, "compile_module_from_src", compiled)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    types = ["*bf16", "tensordesc<bf16[64, 64]>", "i32", "fp32", "constexpr"]
+    nvidia.CudaLauncher(direct._source(None, types), direct._NO_METADATA)
+    metadata = SimpleNamespace(**vars(direct._NO_METADATA), tensordesc_meta=[{"swizzle": 3}])
+    nvidia.CudaLauncher(SimpleNamespace(signature=dict(enumerate(types))), metadata)
+    assert sources[0] == sources[1]
+
+
 def test_an_equal_pass_looks_up_no_target_and_plans_nothing(monkeypatch):
     x, looked_up, planned = torch.ones(2), [], []
     kind = SimpleNamespace(plans={})

@@ -15,7 +15,7 @@ from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import Pull, Stage, prepared
+from ..inputs import Follows, Pull, Stage, prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
@@ -129,8 +129,8 @@ def _recurrent_raw(p: DeltaTokens, mode: Mode) -> str | None:
     return None
 
 
-def _raw_forward(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
-    return _launch().raw_forward(p, wide, gradients)  # type: ignore[no-any-return]
+def _raw_forward(p: DeltaTokens, wide: bool, follows: Follows | None = None) -> dict[str, Tensor]:
+    return _launch().raw_forward(p, wide, follows)  # type: ignore[no-any-return]
 
 
 def _raw_differentiable(p: DeltaTokens, wide: bool) -> tuple[dict[str, Tensor], Pull]:

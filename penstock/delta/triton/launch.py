@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...gpu import launch
+from ...gpu.launch import Coming
 from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
 from ...tokens.empty import nothing
@@ -37,19 +38,35 @@ def _raw(p: DeltaTokens) -> Inputs:
     return {name: getattr(p, name) for name in raw.INPUTS}
 
 
-def raw_forward(p: DeltaTokens, wide: bool, gradients: bool = False) -> dict[str, Tensor]:
+def raw_forward(p: DeltaTokens, wide: bool, follows: inputs.Follows | None = None) -> dict[str, Tensor]:
     """The canonical tensors of a call with raw inputs: q, k, g and beta, where they follow from those.
 
-    ``gradients``: if they will be wanted, their kernels are compiled meanwhile.
+    ``follows``: the chunkwise forward pass that follows, whose kernels are compiled meanwhile.
     """
     if nothing(p):
         return inputs.computed(p, wide)
-    later = partial(_raw_backward_to_come, p) if gradients else None
-    found = launch.run("delta raw", p, Target.of, lambda at: raw.forward_plan(p), _raw(p), later=later)
+    beside = partial(_forward_to_come, follows) if follows is not None else None
+    later: tuple[partial[Coming], ...] = ()
+    if follows is not None and follows.gradients:
+        later = partial(_backward_after_stage, follows), partial(_raw_backward_to_come, p)
+    found = launch.run("delta raw", p, Target.of, lambda at: raw.forward_plan(p), _raw(p), beside=beside, later=later)
     return {name: found[made] for name, made in raw.MADE.items() if made in found}
 
 
-def _raw_backward_to_come(p: DeltaTokens, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
+def _forward_to_come(follows: inputs.Follows, at: Target) -> Coming:
+    """The forward pass after the stage; its tensors, without values."""
+    p = follows.problem()
+    return plan.chunk_forward_plan(p, at, follows.gradients).at(p.sizes), _inputs(p)
+
+
+def _backward_after_stage(follows: inputs.Follows, at: Target, stage: Plan) -> Coming:
+    """The backward pass of that forward pass; its tensors, without values."""
+    p = follows.problem()
+    planned, tensors = _backward_to_come(p, at, plan.chunk_forward_plan(p, at, True))
+    return planned.at(p.sizes), tensors
+
+
+def _raw_backward_to_come(p: DeltaTokens, at: Target, forward: Plan) -> Coming:
     """The backward pass of the stage; its tensors, without memory."""
     made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
     upstream = {f"d_{name}": made.get(name) for name in raw.MADE.values()}
@@ -77,7 +94,7 @@ def chunk_forward(p: Delta, keep: bool = False) -> tuple[Tensor, Tensor, Residua
     There are no residuals unless ``keep``, nor where the form of the backward pass takes none.
     """
     name = plan_name("delta chunk forward" + " with residuals" * keep, p)
-    later = partial(_backward_to_come, p) if keep else None
+    later = (partial(_backward_to_come, p),) if keep else ()
     found = launch.run(name, p, Target.of, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
     return found["output"], found["final_state"], tuple(_kept(p, found).values()) if keep else ()
 
@@ -88,7 +105,7 @@ def _kept(p: Delta, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[name] for name in names} if names[-1] in found else {}
 
 
-def _backward_to_come(p: Delta, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
+def _backward_to_come(p: Delta, at: Target, forward: Plan) -> Coming:
     """The backward pass of a forward pass, if its final state has no gradient; its tensors, without memory."""
     made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
     d_output, kept = made["output"], _kept(p, made)

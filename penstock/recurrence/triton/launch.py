@@ -34,7 +34,7 @@ def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Re
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, partial(chunk_forward, keep=keep))
     name = plan_name("chunk forward" + " with residuals" * keep, p)
-    later = partial(_backward_to_come, p) if keep else None
+    later = (partial(_backward_to_come, p),) if keep else ()
     found = launch.run(name, p, target, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
     return found["output"], found["final_state"], (found.get("chunk_states"),)
 
