@@ -1,13 +1,17 @@
 """The calls of the delta rule that are compiled ahead of time. Nothing is compiled here."""
 
 import pytest
+import torch
 
 from penstock.delta import inputs
-from penstock.delta.triton import ahead, launch, plan
+from penstock.delta.triton import ahead, answers, launch, plan
 from penstock.delta.triton.forms import lists, raw
 from penstock.delta.variants import VARIANTS
 from penstock.gpu.plan import Planned
+from penstock.gpu.target import standing_in
 from penstock.gpu.targets import SMALL, TARGETS
+from penstock.layers import GatedDeltaNetConfig
+from penstock.tokens.shape import Shape
 from penstock.tune.ahead import jobs
 from penstock.tune.shipped import launches
 
@@ -92,3 +96,21 @@ def test_the_stage_compiles_the_passes_that_follow_it(one, gradients, monkeypatc
     stage, backward = raw.forward_plan(p), launch._backward_to_come(canonical, target, forward)
     wanted = [(backward[0].at(canonical.sizes), backward[1]), launch._raw_backward_to_come(p, target, stage)] if gradients else []
     assert [compiled(later(target, stage)) for later in told["later"]] == list(map(compiled, wanted))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_layers_of_published_sizes_take_chunk_kernels(arch):
+    """Gated DeltaNet 1.3B of fla: 6 heads of 256 key and 512 value channels, which the kernels for Hopper refuse."""
+    with torch.device("meta"):
+        G, H, K, V = GatedDeltaNetConfig(num_heads=6, head_dim=256, expand_v=2.0).build(hidden_size=2048).heads
+    one = ahead.Configuration("gated_delta_rule", Shape(8, 2048, H, K, V), groups=G, raw=True)
+    p = one.computed("forward")
+    assert plan.chunk_forward_plan(p, TARGETS[arch], keep=True).forms == ["delta_chunks"]
+    assert plan.chunk_backward_plan(p, torch.empty_like(p.v), None, TARGETS[arch]).forms == ["delta_chunks_bwd"]
+    if arch == "sm_90":
+        with standing_in(TARGETS[arch]):
+            for mode in ("forward", "backward"):
+                reasons = {one.name: one.reason for one in answers.verdicts(answers.CHUNKWISE, p, mode)}
+                refused = [reason for form, reason in reasons.items() if form.startswith("gdn_")]
+                assert refused == ["refuses: K must be 64 or 128, this is 256"]
+                assert list(reasons.values())[-1] is None

@@ -21,7 +21,9 @@ OF = Delta("kda", B=1, T=150, H=1, K=4, V=5)
 CASES = [
     replace(OF, lengths=(0, 70, 1, 0)),
     replace(OF, variant="rwkv7", T=65),
+    replace(OF, variant="gated_delta_rule", T=66, K=136),
     *slow(
+        replace(OF, lengths=(0, 70, 130), K=256, V=40),
         OF,
         replace(OF, lengths=(0, 70, 1, 0, 130)),
         replace(OF, variant="rwkv7", B=2, T=66),

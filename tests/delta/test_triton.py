@@ -97,6 +97,36 @@ def test_packed_sequences_and_wide_heads_equal_the_oracle(variant):
     check_contract(Delta(variant, B=1, H=1, T=70, K=100, V=70), "triton_chunkwise")
 
 
+WIDE = [
+    Delta("gated_delta_rule", B=1, H=1, T=70, K=136, V=40),
+    Delta("kda", H=1, lengths=(0, 66, 3), K=192, V=20, gate="spikes", dtype=torch.float16),
+    Delta("rwkv7", B=1, H=2, G=1, T=66, K=256, V=24),
+    *slow(
+        Delta("delta_rule", B=1, H=2, G=1, T=70, K=160, V=40),
+        Delta("gated_delta_rule", B=1, H=1, T=65, K=256, V=512, dtype=torch.float16),
+        Delta("gated_delta_rule", H=1, lengths=LENGTHS, K=192, V=40, gate="spikes"),
+        Delta("gated_delta_rule", B=1, H=1, T=70, K=256, V=72, raw=True, strided=True),
+        Delta("kda", B=1, H=1, T=70, K=256, V=512),
+        Delta("kda", B=1, H=2, T=66, K=136, V=40, raw=True, bound=-0.5, state=False),
+        Delta("dplr", B=1, H=1, T=70, K=160, V=40, gate="mixture"),
+        Delta("rwkv7", H=1, lengths=(70, 0, 64), K=192, V=40, raw=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_heads_of_up_to_256_key_channels_equal_the_oracle(case):
+    check_contract(case, "triton_chunkwise")
+
+
+@pytest.mark.parametrize("variant", ["kda", *slow("gated_delta_rule")])
+def test_blocks_that_divide_the_key_channels_equal_the_oracle(variant, monkeypatch):
+    """Blocks of 16, as on sm_80 in float32: tiles have 128 columns, and those from 80 on are 0."""
+    blocks = calls.config
+    monkeypatch.setattr(calls, "config", lambda kernel, *of: blocks(kernel, *of)._replace(**{"BJ": 16} if kernel == "prepare" else {}))
+    check_contract(Delta(variant, B=1, H=2, T=66, K=80, V=20), "triton_chunkwise")
+
+
 @pytest.mark.parametrize("low", [16, 64])
 @pytest.mark.parametrize("variant", ["kda", *slow("rwkv7")])
 def test_anchors_equal_the_oracle(variant, low, monkeypatch):
@@ -200,12 +230,15 @@ def beyond(x, SIZE: tl.constexpr):
 
 
 def test_heads_that_are_too_wide_are_refused():
-    x = torch.zeros(1, 3, 1, 200)
-    with pytest.raises(ps.ImplementationRefused, match="heads of at most K = 128, these have 200"):
+    x = torch.zeros(1, 3, 1, 300)
+    with pytest.raises(ps.ImplementationRefused, match="heads of at most K = 256, these have 300"):
         ps.delta_rule(x, x, x, x[..., 0], impl="triton_chunkwise")
 
 
 POOLED = [case for variant in ROWS for case in interpreted_pooled_cases(variant)]
+POOLED += [
+    PooledDelta(variant, H=1, K=K, V=20, lengths=(3, 70, 64), slots=(5, 2, 7)) for variant, K in (("gated_delta_rule", 192), ("kda", 136))
+]
 
 
 @pytest.mark.parametrize("case", [*every(4, POOLED), *slow(*POOLED)], ids=str)

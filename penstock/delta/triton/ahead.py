@@ -151,19 +151,22 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), groups=16),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), groups=16, passes=RAW, raw=True),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
+    Configuration("gated_delta_rule", Shape(*PROMPT, 6, 256, 512)),
+    Configuration("gated_delta_rule", Shape(*PROMPT, 6, 256, 512), passes=RAW, raw=True),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128)),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), passes=RAW, raw=True),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), packed=True, passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 16, 100, 100), passes=WHOLE),
+    Configuration("kda", Shape(*PROMPT, 8, 256, 256), passes=WHOLE),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *WHOLE), raw=True),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float32", passes=WHOLE),
     Configuration("dplr", Shape(*PROMPT, 32, 64, 64), passes=WHOLE),
 )
 IN_PART = (
-    "gated_delta_rule 1,1024,32,128 bfloat16 G=16", "kda 1,1024,32,128 bfloat16", "kda 1,1024,32,128 bfloat16 raw",
-    "rwkv7 1,1024,32,64 bfloat16", "rwkv7 1,1024,32,64 bfloat16 raw",
+    "gated_delta_rule 1,1024,32,128 bfloat16 G=16", "gated_delta_rule 1,1024,6,256,512 bfloat16", "kda 1,1024,32,128 bfloat16",
+    "kda 1,1024,32,128 bfloat16 raw", "rwkv7 1,1024,32,64 bfloat16", "rwkv7 1,1024,32,64 bfloat16 raw",
 )  # fmt: skip
 """The names of those for ``SMALL`` GPUs."""
 

@@ -8,6 +8,8 @@ from ...gpu.target import Target, from_registers, power
 
 LEAST = 64
 """Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
+NARROW = 128
+"""Key channels of a head up to which 4 warps have a state of 64 value channels in registers. With more, walks have other sizes."""
 
 
 class KernelConfig(NamedTuple):
@@ -17,9 +19,11 @@ class KernelConfig(NamedTuple):
     BV: int = 64
     """Value channels per program."""
     BJ: int = 64
-    """Key channels that are in registers at once, of kernels whose programs take all of them in turn."""
+    """Key channels, or rows of a matrix of key channels, that are in registers at once."""
     stages: int = 1
     """Of the software pipeline."""
+    registers: int = 0
+    """Of a thread at most; 0: the compiler's choice."""
     programs_per_sm: int = 0
     """The target of programs per multiprocessor: the blocks of a step get fewer columns."""
 
@@ -28,7 +32,7 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     """Sizes for a kernel on a GPU. Those of steps are measured, the others are those with the least spills.
 
     Where all operands of products are registers (``from_registers``), each warp has all columns of the right operand: blocks are small, and
-    smallest for operands of 32 bits. Elsewhere blocks have at least ``LEAST`` channels.
+    smallest for operands of 32 bits. On Hopper blocks have at least ``LEAST`` channels.
     """
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
@@ -37,6 +41,11 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     if kernel == "step":  # 64 float32 of the state a thread; kda, 1024 sequences: rows of 64 take 1.49 ms, 32 1.54, 128 2.00
         BV = min(power(V), 64)
         return KernelConfig(max(power(K) * BV // 2048, 1), BV=BV, programs_per_sm=4)
+    if kernel == "chain":
+        narrow = KernelConfig(8, BV=config("walk", K, V, precision, target).BV, BJ=power(K, LEAST))
+        return narrow if K <= NARROW else KernelConfig(8, BV=32, BJ=16)
+    if K > NARROW and kernel in ("walk", "walk_backward"):
+        return _wide(precision, target)
     if target.amd:
         return KernelConfig(4 if kernel in ("prepare", "gradients") else 8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
     if from_registers(target):
@@ -56,3 +65,19 @@ def _of_registers(kernel: str, precision: str) -> KernelConfig:
     if kernel in ("walk", "walk_backward"):
         return KernelConfig(4, BV=32)
     return KernelConfig(8, BV=32 if kernel == "scalar_gradients" else LEAST, BJ=32)
+
+
+def _wide(precision: str, target: Target) -> KernelConfig:
+    """Sizes of a walk with a state of more than ``NARROW`` key channels.
+
+    sm_100: larger accumulators do not fit its 512 columns of tensor memory. sm_80: without a limit of registers ptxas takes 32 for operands
+    of 32 bits and spills 9 KB; with a limit of 255 it spills 2.
+    """
+    registers = from_registers(target)
+    if precision == "bf16":
+        return KernelConfig(8, BV=32 if registers else LEAST)
+    if target.nvidia and registers:
+        return KernelConfig(8, BV=16, registers=255)
+    if target.arch.startswith("sm_10"):
+        return KernelConfig(8, BV=32 if precision == "tf32" else 16)
+    return KernelConfig(8, BV=16 if registers else LEAST)

@@ -16,8 +16,8 @@ from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
 from ..portable import anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
 
-WIDEST = 128
-"""Key channels of a head at most: a state of 64 value channels is in the registers of a program."""
+WIDEST = 256
+"""Key channels of a head at most: the rows of a state are in the registers of a program, for all of them and a block of value channels."""
 
 
 def refuses(call: Call) -> str | None:
@@ -99,7 +99,7 @@ def walked(
         ("q", "k", v, "g", "beta", *present(plan, *TILES), initial[0] or final, output or "q", final, x, states, "cu_seqlens",
          slots or "q"),
         (call.p.scale, sequences, tokens, segments or 0, H, *call.strides("q", "k"), *steps, *call.strides("g", "beta"), *initial[1]),
-        b.warps, fused=fused,
+        b.warps, registers=b.registers, fused=fused,
         K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, INITIAL=initial[0] is not None,
         OUTPUT=output is not None, KEEP=keep, PACKED=call.packed, PIECE=piece, SLOTS=bool(slots), SEGMENTS=segments is not None,
         PRECISION=call.precision, STAGES=b.stages,
@@ -166,7 +166,7 @@ def walked_back(plan: Plan, call: Backward, programs: Size, final: State, initia
         walk_backward.penstock_delta_walk_bwd, call.programs(programs, math.ceil(V / b.BV)),
         ("q", "k", "g", "beta", *present(plan, *TILES), "d_output", final[0] or "q", *made, initial, "cu_seqlens"),
         (call.p.scale, sequences, tokens, segments or 0, H, *call.strides("q", "k", "g", "beta"), *d_output.stride(), *final[1]), b.warps,
-        K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, D_FINAL=final[0] is not None,
+        registers=b.registers, K=K, V=V, BK=call.BK, BV=b.BV, C=C, STREAMS=call.streams, GATE=call.decay, D_FINAL=final[0] is not None,
         SEGMENTS=segments is not None, PACKED=call.packed, PRECISION=call.precision, STAGES=b.stages,
     )  # fmt: skip
 
@@ -220,8 +220,10 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
 SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
 EXAMPLES += (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
+WIDE = SIZES | {"B": 1, "N": 1, "K": 200}
+EXAMPLES += (Example("gated_delta_rule", torch.bfloat16, WIDE), Example("kda", torch.float16, WIDE), Example("dplr", torch.float32, WIDE))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", forward, refuses=refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes=SIZES | {"P": 2}) for one in EXAMPLES)
+    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
 )

@@ -58,12 +58,12 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _chained(plan: Plan, call: Call, L: Callable[[Sizes], int], matrices: str, sums: str, first: State, last: str, adjoint: bool) -> State:
     """Add the launch for the states before all segments, or their gradients after all segments."""
-    b, H, K, V = call.config("walk"), call.H, call.K, call.V
+    b, H, K, V = call.config("chain"), call.H, call.K, call.V
     states = plan.empty("d_segment_states" if adjoint else "segment_states", call.chunks(L), H, K, V)
     plan.launch(
         chain.penstock_delta_chain, call.programs(sequences, math.ceil(V / b.BV)),
-        (matrices, sums, first[0] or last, states, last, "cu_seqlens"), (sequences, tokens, L, H, *first[1]), 8,
-        K=K, V=V, BK=call.BK, BV=b.BV, ADJOINT=adjoint, INITIAL=first[0] is not None, PACKED=call.packed,
+        (matrices, sums, first[0] or last, states, last, "cu_seqlens"), (sequences, tokens, L, H, *first[1]), b.warps,
+        K=K, V=V, BK=call.BK, BJ=b.BJ, BV=b.BV, ADJOINT=adjoint, INITIAL=first[0] is not None, PACKED=call.packed,
         PRECISION="tf32x3" if call.target.nvidia else "ieee",
     )  # fmt: skip
     return states, contiguous((0, H, K, V))
@@ -108,6 +108,7 @@ def backward(
 
 SIZES = {"B": 1, "N": 1, "T": 150, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("delta_rule", "gated_delta_rule", "kda", "rwkv7"))
+EXAMPLES += (Example("gated_delta_rule", torch.float16, SIZES | {"K": 200}),)
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
     "delta_segments", forward, refuses=chunks.refuses, avoids=avoids, examples=EXAMPLES
 )

@@ -41,10 +41,10 @@ SUBCHUNK = tl.constexpr(16)  # tokens of a block that is solved by substitution
 
 
 @triton.jit
-def channels(matrix, r, live, j, K: tl.constexpr, BJ: tl.constexpr):
-    """The columns j of a matrix's rows, float32: [C,BJ]."""
+def channels(matrix, r, live, j, K: tl.constexpr, BK: tl.constexpr):
+    """The columns j of a matrix's rows, float32, 0 from column K on. All j are less than K rounded up to a multiple of BK."""
     x, x_t, x_k = matrix
-    return tile(x, r, live, x_t, j, x_k, K, BJ).to(tl.float32)
+    return tile(x, r, live, x_t, j, x_k, K, BK).to(tl.float32)
 
 
 @triton.jit
@@ -63,16 +63,16 @@ def store_pairs(
     later, earlier = halves_of_level(i, live, level, C, LEVELS, ANCHOR)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        d = decays(g, i, live, g_t, j, g_k, K, BJ)
+        d = decays(g, i, live, g_t, j, g_k, K, BK)
         query, key = factors_of_level(d, inclusive, i, level, C, LEVELS, ANCHOR, PRECISION)
         removal = factor_of_removals(query, d, exclusive, i, level, C, AFTER, PRECISION)
-        q = (channels(queries, i, later, j, K, BJ) * query).to(OPERAND)
-        a = (channels(removals, i, later, j, K, BJ) * removal).to(OPERAND)
-        b = tl.trans((channels(writes, i, earlier, j, K, BJ) * key).to(OPERAND))
+        q = (channels(queries, i, later, j, K, BK) * query).to(OPERAND)
+        a = (channels(removals, i, later, j, K, BK) * removal).to(OPERAND)
+        b = tl.trans((channels(writes, i, earlier, j, K, BK) * key).to(OPERAND))
         qb += product(q, b, PRECISION)
         ab += product(a, b, PRECISION)
         if STREAMS == 2:
-            k = tl.trans((channels(keys, i, earlier, j, K, BJ) * key).to(OPERAND))
+            k = tl.trans((channels(keys, i, earlier, j, K, BK) * key).to(OPERAND))
             qk += product(q, k, PRECISION)
             ak += product(a, k, PRECISION)
     mask = pairs_of_level(i, level, C, LEVELS, ANCHOR)
@@ -86,20 +86,20 @@ def store_pairs(
 @triton.jit
 def store_state_factors(
     queries, removals, keys, gates, triangles, qr, ar, kr, total, j, i, live, scale,
-    K: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the columns j of Qr, Ar, Kr (pointers [C,BJ]) and of the decay of the chunk (pointers [BJ])."""
     g, g_t, g_k = gates
-    d = decays(g, i, live, g_t, j, g_k, K, BJ)
+    d = decays(g, i, live, g_t, j, g_k, K, BK)
     G = selected_by_parts(d, triangles, INCLUSIVE, i, C, PRECISION)
-    tl.store(qr, (channels(queries, i, live, j, K, BJ) * scale * tl.exp2(G)).to(qr.dtype.element_ty))
+    tl.store(qr, (channels(queries, i, live, j, K, BK) * scale * tl.exp2(G)).to(qr.dtype.element_ty))
     if not AFTER:
         G = selected_by_parts(d, triangles, EXCLUSIVE, i, C, PRECISION)
-    removal = channels(removals, i, live, j, K, BJ) * (-1.0 if STREAMS == 1 else 1.0)
+    removal = channels(removals, i, live, j, K, BK) * (-1.0 if STREAMS == 1 else 1.0)
     tl.store(ar, (removal * tl.exp2(G)).to(ar.dtype.element_ty))
     if STREAMS == 2:
         rest = tl.exp2(selected_by_parts(d, triangles, LATER, i, C, PRECISION))
-        tl.store(kr, (channels(keys, i, live, j, K, BJ) * rest).to(kr.dtype.element_ty))
+        tl.store(kr, (channels(keys, i, live, j, K, BK) * rest).to(kr.dtype.element_ty))
     tl.store(total, tl.exp2(tl.sum(d, 0)))
 
 
@@ -109,7 +109,7 @@ def own_pairs(queries, writes, i, live, K: tl.constexpr, BK: tl.constexpr, BJ: t
     own = tl.zeros((C,), tl.float32)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        own += tl.sum(channels(queries, i, live, j, K, BJ) * channels(writes, i, live, j, K, BJ), 1)
+        own += tl.sum(channels(queries, i, live, j, K, BK) * channels(writes, i, live, j, K, BK), 1)
     return own
 
 
@@ -125,8 +125,8 @@ def store_scalar_pairs(
     ab = tl.zeros((C, C), tl.float32)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        b = tile(k, i, live, k_t, j, k_k, K, BJ)
-        qb += product(tile(q, i, live, q_t, j, q_k, K, BJ), tl.trans(b), PRECISION)
+        b = tile(k, i, live, k_t, j, k_k, K, BK)
+        qb += product(tile(q, i, live, q_t, j, q_k, K, BK), tl.trans(b), PRECISION)
         ab += product(b, tl.trans(b), PRECISION)
     tl.store(pairs + at, qb * between * scale)
     tl.store(pairs + C * C + at, -ab * between)
@@ -230,7 +230,7 @@ def penstock_delta_prepare(
             to = tiles + j[None, :]
             store_state_factors(
                 queries, removals, keys, gates, triangles, qr + to, ar + to, kr + to, total + share * BK + j, j, i, live, scale,
-                K, BJ, C, STREAMS, AFTER, PRECISION,
+                K, BK, C, STREAMS, AFTER, PRECISION,
             )  # fmt: skip
     else:
         between, _read, _rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
@@ -243,9 +243,9 @@ def penstock_delta_prepare(
     Et = tl.trans(E)
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
-        B = channels(writes, i, live, j, K, BJ)
+        B = channels(writes, i, live, j, K, BK)
         if GATE == CHANNEL:
-            B *= tl.exp2(selected_by_parts(decays(g, i, live, g_t, j, g_k, K, BJ), triangles, LATER, i, C, PRECISION))
+            B *= tl.exp2(selected_by_parts(decays(g, i, live, g_t, j, g_k, K, BK), triangles, LATER, i, C, PRECISION))
         else:
             _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
             B *= rest[:, None]
