@@ -225,5 +225,5 @@ EXAMPLES += (Example("gated_delta_rule", torch.bfloat16, WIDE), Example("kda", t
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", forward, refuses=refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes={**one.sizes, "P": 2}) for one in EXAMPLES)
+    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
 )
