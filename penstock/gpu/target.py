@@ -120,6 +120,11 @@ def from_registers(target: Target) -> bool:
     return target.arch.startswith(("sm_8", "sm_12", "gfx"))
 
 
+def tensor_memory(target: Target) -> bool:
+    """Whether sums and operands of products are in a memory of their own, of which a program has 512 columns of 32 bits."""
+    return target.arch.startswith("sm_10")
+
+
 def precision(dtype: torch.dtype, target: Target) -> str:
     """The precision of a kernel's products.
 

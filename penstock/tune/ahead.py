@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from ..gpu.plan import Planned  # imports Triton, which check_compiler reports if it is missing
 
 
+TENSOR_MEMORY = 512
+"""Columns of tensor memory of a program on sm_100. With more, Triton's machine code is a trap."""
+
+
 class Memory(NamedTuple):
     """A tensor argument of the JIT."""
 
@@ -156,7 +160,9 @@ def resources(job: Job) -> Resources:
     """Compile a job, or find it in Triton's cache, and read its resources."""
     with _stderr_hidden():
         kernel = _compile(job)
-    shared = kernel.metadata.shared
+    shared, columns = kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", None) or 0
+    if columns > TENSOR_MEMORY:
+        raise RuntimeError(f"{columns} columns of tensor memory, a program has {TENSOR_MEMORY}")
     if "amdgcn" in kernel.asm:
         found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
         return Resources(int(found["vgpr_count"]), int(found["private_segment_fixed_size"]), shared)

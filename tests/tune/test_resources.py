@@ -28,6 +28,7 @@ from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.triton import ahead as softmax_ahead
 from penstock.softmax.triton.portable import forms as softmax
 from penstock.tokens.shape import Shape
+from penstock.tune import ahead as compile_ahead
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
 from penstock.tune.chains import ChainCall, chain_calls
@@ -417,3 +418,16 @@ def test_updates_in_place_by_slots_compile():
     done = penstock("-c", SLOTS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 4, "one launch for decode steps, two for longer rows"
+
+
+def test_more_tensor_memory_than_a_program_has_is_a_failure(monkeypatch):
+    """Triton compiles such a kernel to a trap, with few registers and no spills."""
+    metadata = type("Metadata", (), {"shared": 0, "tmem_size": 640})
+    monkeypatch.setattr(compile_ahead, "_compile", lambda job: type("Kernel", (), {"metadata": metadata, "asm": {}}))
+    with pytest.raises(RuntimeError, match="640 columns of tensor memory, a program has 512"):
+        compile_ahead.resources(None)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in RECORD.launches if arch.startswith("sm_")])
+def test_no_recorded_kernel_is_a_trap(arch):
+    assert [name for name, one in RECORD.launches[arch].items() if one.registers <= 4] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...gpu.target import Target, from_registers, power
+from ...gpu.target import Target, from_registers, power, tensor_memory
 
 LEAST = 64
 """Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
@@ -32,7 +32,8 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     """Sizes for a kernel on a GPU. Those of steps are measured, the others are those with the least spills.
 
     Where all operands of products are registers (``from_registers``), each warp has all columns of the right operand: blocks are small, and
-    smallest for operands of 32 bits. On Hopper blocks have at least ``LEAST`` channels.
+    smallest for operands of 32 bits. So they are for float32 where sums and operands are in tensor memory. On Hopper blocks have at least
+    ``LEAST`` channels.
     """
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
@@ -47,9 +48,12 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     if K > NARROW and kernel in ("walk", "walk_backward"):
         return _wide(precision, target)
     if target.amd:
-        return KernelConfig(4 if kernel in ("prepare", "gradients") else 8, BJ=32 if kernel in ("prepare", "gradients") else LEAST)
+        small = kernel in ("prepare", "prepare_anchored", "gradients")
+        return KernelConfig(4 if small else 8, BJ=32 if small else LEAST)
     if from_registers(target):
         return _of_registers(kernel, precision)
+    if precision == "tf32x3" and tensor_memory(target):
+        return KernelConfig(8, BV=32, BJ=32 if kernel == "scalar_gradients" else LEAST)
     wide = K > LEAST
     if kernel == "prepare":
         return KernelConfig(8 if wide else 4)
@@ -78,6 +82,6 @@ def _wide(precision: str, target: Target) -> KernelConfig:
         return KernelConfig(8, BV=32 if registers else LEAST)
     if target.nvidia and registers:
         return KernelConfig(8, BV=16, registers=255)
-    if target.arch.startswith("sm_10"):
+    if tensor_memory(target):
         return KernelConfig(8, BV=32 if precision == "tf32" else 16)
     return KernelConfig(8, BV=16 if registers else LEAST)

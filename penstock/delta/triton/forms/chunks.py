@@ -12,6 +12,7 @@ from ....call.implementation import Example
 from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
+from ....gpu.target import tensor_memory
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
 from ..portable import anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
@@ -22,6 +23,8 @@ WIDEST = 256
 
 def refuses(call: Call) -> str | None:
     """All key channels of a head are one tile."""
+    if call.streams == 2 and call.precision == "tf32x3" and tensor_memory(call.target):
+        return f"sums of float32 pairs of two streams do not fit the tensor memory of {call.target.arch}"
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 

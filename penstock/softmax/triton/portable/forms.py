@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....gpu.plan import Plan, chunks, strides
-from ....gpu.target import Target, power
+from ....gpu.target import Target, power, tensor_memory
 from ....gpu.target import precision as precision_of
 from ...declaration import Attention
 from ..calls import Call, gradients, numbers, queries, results
@@ -39,6 +39,8 @@ def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
     if target.interpreted:
         return KernelConfig(64, 64, 4, 1)
     found = _half(kernel, D, target.arch == "sm_90") if size == 2 else _whole(kernel, D)
+    if kernel == "by_keys" and D > 128 and tensor_memory(target):  # dk and dv of 64 keys have all columns of it
+        found = found._replace(BN=min(found.BN, 32))
     while shared_bytes(kernel, found, D, size) > target.shared_memory and (found.stages > 1 or max(found.BM, found.BN) > 16):
         if found.stages > 1:
             found = found._replace(stages=found.stages - 1)
