@@ -9,6 +9,7 @@ is that of g, if the raw gate has one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -178,7 +179,7 @@ def default_scale(sizes: Sizes, row: Variant) -> float:
 
 
 def _below_zero(value: Any) -> Wrong | None:
-    return None if -torch.inf < value < 0 else Wrong("finite and below 0", shortened(value))
+    return None if -sys.float_info.max <= value < 0 else Wrong("finite and below 0", shortened(value))
 
 
 RAW_OPTIONS = (

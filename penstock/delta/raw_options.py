@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from numbers import Real
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.declaration import FLOATS
 from ..call.validation import reads_values
 from ..errors import Complaints, DtypeError, InvalidArgument, RangeError, described, shortened
 from .variants import VARIANTS, Variant
@@ -65,13 +66,15 @@ def _check_bound(complaints: Complaints, row: Variant, bound: Any, g: Tensor | N
         rule, remedy = "None with raw_decay", "The bound of a raw gate of rwkv7 is known."
     if rule:
         complaints.add(RangeError, "lower_bound", rule, shortened(bound), remedy)
-    elif row.streams == 2 and isinstance(bound, Real) and -torch.inf < float(bound) < 0:
-        _check_decays(complaints, row.gate, float(bound), g)
+    elif row.streams == 2 and isinstance(bound, (int, float)) and -sys.float_info.max <= bound < 0:
+        _check_decays(complaints, row.gate if complaints.function == row.name else "g", float(bound), g)
 
 
 def _check_decays(complaints: Complaints, name: str, bound: float, g: Tensor | None) -> None:
     """Log decays are not below a bound. It is rounded to their dtype, as they may have been."""
-    if isinstance(g, Tensor) and g.numel() and not torch.compiler.is_compiling() and reads_values(g):
+    if torch.compiler.is_compiling() or not isinstance(g, Tensor) or g.is_nested or g.layout != torch.strided or g.dtype not in FLOATS:
+        return  # the operator refuses other tensors
+    if g.numel() and reads_values(g):
         lowest = g.detach().min()
         if lowest < lowest.new_tensor(bound):
             complaints.add(RangeError, name, f"at least lower_bound = {bound}", lowest.item(), "Pass a bound of all of them, or none.")
