@@ -163,7 +163,8 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, cache: Any, sequences: Sequences)
 def attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:
     """The output [B,T,C] of queries [B,T,A], the last ones of the first ``lengths`` [N] tokens of rows [N,S,A] and [N,S,C]."""
     if not q.numel():
-        return q.new_zeros(*q.shape[:2], values.shape[-1]) + 0 * (keys[:0].sum() + values[:0].sum())
+        # with edges to all arguments: every rank takes part in the exchanges of their gradients
+        return q.new_zeros(*q.shape[:2], values.shape[-1]) + 0 * (q.sum() + keys[:0].sum() + values[:0].sum())
     rows, here = q, sequences.lengths
     if sequences.cu_seqlens is not None:  # a row for each sequence
         rows = stored(q.new_zeros(sequences.count, 0, q.shape[-1]), q, torch.zeros_like(here), int(here.max()), sequences)
