@@ -74,6 +74,13 @@ def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.cons
 
 
 @triton.jit
+def chunk_of_slot(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
+    """Of span ``slot`` of L tokens: the batch row, the first row on the token axis, the number of tokens (0 or less for an unused slot)."""
+    _n, b, row, _step, _begin, _done, tokens = tokens_of(slot, cu_seqlens, N, T, L, True, PACKED, False)
+    return b, row, tokens
+
+
+@triton.jit
 def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
     """The slot of the span of L tokens that begins after ``done`` tokens of sequence n: the inverse of ``span_of``."""
     if PACKED:

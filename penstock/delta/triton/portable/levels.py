@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ....gpu.decays import FLOOR
 from ....gpu.levels import apart, selected_by_parts
-from ....gpu.tiles import LOG2E, span_of, uniform
+from ....gpu.tiles import LOG2E, chunk_of_slot, uniform
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
 LEAST = tl.constexpr(2.0**-100)  # stands for a beta of 0
@@ -114,12 +114,9 @@ def scalar_factors(g, i, live, g_t, SCALAR: tl.constexpr):
 def chunk_of(program, cu_seqlens, N, T, H, C: tl.constexpr, PACKED: tl.constexpr):
     """The chunk and head of a program: the batch row, the first token's row, the number of tokens, the head, the index [slots,H]."""
     slot = program // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    batch, row, tokens = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     h = (program % H).to(tl.int64)
-    batch = n.to(tl.int64)
-    if PACKED:
-        batch = batch * 0
-    return batch, begin + done, tl.minimum(end - begin - done, C).to(tl.int32), h, slot.to(tl.int64) * H + h
+    return batch, row, tokens, h, slot.to(tl.int64) * H + h
 
 
 @triton.jit

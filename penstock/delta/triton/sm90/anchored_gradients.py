@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import span_of
+from ....gpu.tiles import chunk_of_slot
 from .anchored import in_two, logarithms, tokens_through
 from .layouts import C
 
@@ -228,14 +228,10 @@ def penstock_rwkv7_gradients_sm90(
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     slot = gl.program_id(0) // H
     h = gl.program_id(0) % H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    batch = n.to(gl.int64)
-    if PACKED:
-        batch = batch * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    batch, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    token = batch * T + begin + done
+    token = batch * T + begin
     row = token.to(gl.int32)
     place = slot.to(gl.int64) * H + h
     memory = gl.allocate_shared_memory(kind, [14, C, K], q_tiles.layout)
@@ -249,7 +245,7 @@ def penstock_rwkv7_gradients_sm90(
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     t = gl.arange(0, C, gl.SliceLayout(1, left_operand))[:, None]
     E = gl.load(solved + place * (C * C) + (t * C + gl.arange(0, C, gl.SliceLayout(0, left_operand))[None, :]))
-    g += batch * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
+    g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
     inside = (i < left) & (j < K)
     d = logarithms(g, inside)
     total += place * K + j

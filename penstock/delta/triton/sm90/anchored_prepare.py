@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import span_of
+from ....gpu.tiles import chunk_of_slot
 from .anchored import in_two, logarithms, store_in_two, tokens_through
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
@@ -200,14 +200,10 @@ def penstock_rwkv7_prepare_sm90(
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.program_id(0) // H
     h = gl.program_id(0) % H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    batch = n.to(gl.int64)
-    if PACKED:
-        batch = batch * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    batch, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    row = (batch * T + begin + done).to(gl.int32)
+    row = (batch * T + begin).to(gl.int32)
     place = slot.to(gl.int64) * H + h
     tiles = tiles_of(kind, half)
     n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -218,7 +214,7 @@ def penstock_rwkv7_prepare_sm90(
     load_tiles((q_tiles, a_tiles, k_tiles, b_tiles), tiles, bar, row, h * K)
     i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
-    g += batch * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
+    g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
     d = logarithms(g, (i < left) & (j < K))
     G = sums(d, tiles)
     mbarrier.wait(bar.index(0), 0)

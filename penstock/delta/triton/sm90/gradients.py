@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import LOG2E, span_of
+from ....gpu.tiles import LOG2E, chunk_of_slot
 from .columns import PAIRS, RIGHT, TILE, group_of, products_of_group, rounded, store_group, store_in_blocks, store_in_groups, times
 from .layouts import GROUPS, ROWS, C
 from .levels import MASKS, PREFIX, SUFFIX, far_level, near_levels, store_masks
@@ -187,14 +187,10 @@ def penstock_kda_gradients_sm90(
     p = gl.program_id(0) % PARTS
     h = gl.program_id(0) // PARTS % H
     slot = gl.program_id(0) // PARTS // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    line = b * T + begin + done
+    line = b * T + begin
     line_32 = line.to(gl.int32)
     place = slot * H + h
     memory_s = gl.allocate_shared_memory(kind, [3, C, V], w_tiles.layout)
@@ -225,8 +221,8 @@ def penstock_kda_gradients_sm90(
     async_load(q_tiles, [line_32, h // R * K + p * W], loaded.index(2), whole_q)
     async_load(k_tiles, [line_32, h // R * K + p * W], loaded.index(2), whole_k)
 
-    g += b * g_b + (begin + done) * g_t + h.to(gl.int64) * g_h + p * W
-    beta += b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    g += b * g_b + begin * g_t + h.to(gl.int64) * g_h + p * W
+    beta += b * b_b + begin * b_t + h.to(gl.int64) * b_h
     total = ()
     for n in gl.static_range(GROUPS):
         total = total + (exp2(gl.sum(logarithms_of(g, g_t, left, n), 1)),)

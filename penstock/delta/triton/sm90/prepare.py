@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import LOG2E, span_of
+from ....gpu.tiles import LOG2E, chunk_of_slot
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import added, exchanged
@@ -202,14 +202,10 @@ def penstock_kda_prepare_sm90(
 
     slot = gl.program_id(0) // H
     h = gl.program_id(0) % H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    line = b * T + begin + done
+    line = b * T + begin
     row = line.to(gl.int32)
     q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
@@ -228,7 +224,7 @@ def penstock_kda_prepare_sm90(
         async_load(q_tiles, [row, h // R * K + p * W], loaded.index(p), q_s.index(p))
         async_load(k_tiles, [row, h // R * K + p * W], loaded.index(p), k_s.index(p))
     i = gl.arange(0, C, gl.SliceLayout(1, mma))
-    at = beta + b * b_b + (begin + done) * b_t + h.to(gl.int64) * b_h
+    at = beta + b * b_b + begin * b_t + h.to(gl.int64) * b_h
     rates = gl.load(at + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)
     place = slot.to(gl.int64) * H + h
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
-from ....gpu.tiles import span_of
+from ....gpu.tiles import chunk_of_slot
 from .layouts import C
 from .programs import nonzero
 
@@ -119,14 +119,10 @@ def penstock_gdn_gradients_sm90(
     G = H // R
     slot = gl.program_id(0) // G
     group = gl.program_id(0) % G
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    token = b * T + begin + done
+    token = b * T + begin
     row = token.to(gl.int32)
     first = group * R
     q_ring = gl.allocate_shared_memory(kind, [1, C, K], q_tiles.layout)
@@ -169,8 +165,8 @@ def penstock_gdn_gradients_sm90(
     i = gl.arange(0, C, gl.SliceLayout(1, square))
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     at = gl.arange(0, C, line)
-    g += b * g_b + (begin + done) * g_t + first.to(gl.int64) * g_h
-    beta += b * b_b + (begin + done) * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
+    g += b * g_b + begin * g_t + first.to(gl.int64) * g_h
+    beta += b * b_b + begin * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
     d_decay += token * H + first
     dbeta += token * H + first
     square_zero = gl.zeros([C, C], gl.float32, square)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import span_of
+from ....gpu.tiles import chunk_of_slot
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 
@@ -74,14 +74,10 @@ def penstock_gdn_prepare_sm90(
 
     slot = gl.program_id(0) // H
     h = gl.program_id(0) % H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    left = gl.minimum(end - begin - done, C).to(gl.int32)
+    b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
-    row = (b * T + begin + done).to(gl.int32)
+    row = (b * T + begin).to(gl.int32)
     head = h.to(gl.int64)
     place = slot.to(gl.int64) * H + h
     q_s = gl.allocate_shared_memory(kind, [C, K], q_tiles.layout)
@@ -97,9 +93,9 @@ def penstock_gdn_prepare_sm90(
     async_load(k_tiles, [row, h // R * k_h], loaded.index(0), k_s)
     i = gl.arange(0, C, gl.SliceLayout(1, mma))
     j = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
-    beta += b * b_b + (begin + done) * b_t + head * b_h + i.to(gl.int64) * b_t
+    beta += b * b_b + begin * b_t + head * b_h + i.to(gl.int64) * b_t
     rates = gl.load(beta, mask=i < left, other=0.0).to(gl.float32)[:, None]
-    vectors_of_chunk(g + b * g_b + (begin + done) * g_t + head * g_h, g_t, left, vectors, slot * 0, reads + place * C, DECAYS)
+    vectors_of_chunk(g + b * g_b + begin * g_t + head * g_h, g_t, left, vectors, slot * 0, reads + place * C, DECAYS)
     mbarrier.wait(loaded.index(0), 0)
     if left < C:
         zero_rows_from(q_s, left, clean)
