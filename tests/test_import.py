@@ -88,8 +88,8 @@ SIGNATURES = {
     "delta_rule": f"q, k, v, beta, *, {KEYS}, {OF_DELTA}",
     "gated_delta_rule": f"q, k, v, g, beta, *, A_log=None, dt_bias=None, {KEYS}, {OF_DELTA}",
     "kda": f"q, k, v, g, beta, *, A_log=None, dt_bias=None, lower_bound=None, {KEYS}, {OF_DELTA}",
-    "rwkv7": f"r, w, k, v, a, b, *, raw_decay=False, {OF_DELTA}",
-    "dplr": f"q, k, v, a, b, g, *, {OF_DELTA}",
+    "rwkv7": f"r, w, k, v, a, b, *, raw_decay=False, lower_bound=None, {OF_DELTA}",
+    "dplr": f"q, k, v, a, b, g, *, lower_bound=None, {OF_DELTA}",
     "decode_step": f"variant, q, k, v, g=None, u=None, *, state, slots=None, {IN_PLACE}",
     "advance": f"variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, {IN_PLACE}",
     "softmax_attention": "q, k, v, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_k=None, window=None, "
