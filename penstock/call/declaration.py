@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,12 +22,20 @@ Sizes = Mapping[str, int]
 """Sizes by axis."""
 
 
+Options = Mapping[str, Any]
+"""Values of options by name."""
+
+
 class Wrong(NamedTuple):
     """A rule that the values of an argument break."""
 
     rule: str
     found: str
     remedy: str = ""
+
+
+Values: TypeAlias = Callable[[Tensor, Sizes, Options], Wrong | None]
+"""A rule for the values of an argument."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class Argument:
     gradient: bool = False
     written: bool = False
     """Whether it is updated in place."""
-    values: Callable[[Tensor, Sizes], Wrong | None] | None = None
-    """Checks the values, after shapes and dtypes."""
+    values: Values | None = None
+    """Checks the values, after shapes, dtypes and options."""
     draw: Callable[[Tensor], Tensor] | None = None
     """Maps normal values to allowed values, for tools that draw inputs; None if all values are allowed."""
     otherwise: tuple[str, str] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import Complaints, RangeError, shortened
 from . import recompute
 from .autocast import no_autocast, without_autocast
-from .declaration import Option, Result, Signature
+from .declaration import Option, Options, Result, Signature
 from .derivatives import Tensors, count_write, second_derivatives
 from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
@@ -86,7 +86,7 @@ class Declared(Generic[P]):
 
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
         """Validate and cache a call."""
-        sizes = check(signature, tensors)
+        sizes = check(signature, tensors, self.by_name(options))
         warn_of_layout(signature, tensors, sizes, self.modules)
         return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
@@ -106,13 +106,13 @@ class Declared(Generic[P]):
         if self.in_place:
             check_in_place(seen.kind.signature, tensors, seen.bound)
         if reads_values(tensors[0]):  # type: ignore[arg-type]
-            check_values(seen.kind.signature, tensors, seen.sizes)
+            check_values(seen.kind.signature, tensors, seen.sizes, seen.kind.options)
         return self.problem.known(self, seen, tensors)
 
     def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> P:
         """The problem of a call, validated without the cache."""
         signature = self.signature(function)
-        sizes = check(signature, tensors)
+        sizes = check(signature, tensors, self.by_name(options))
         if self.in_place:
             check_in_place(signature, tensors, {})
         return self.problem.of(self, signature, tensors, dict(zip(self.option_names, self.resolved(signature, options, sizes))), sizes)
@@ -125,6 +125,10 @@ class Declared(Generic[P]):
     def plain(self, options: Sequence[Any]) -> list[Any]:
         """Options as torch's schemas take them: numbers of other libraries become Python numbers."""
         return [one.plain(x) for one, x in zip(self.options, options)]
+
+    def by_name(self, options: Sequence[Any]) -> Options:
+        """Options by name, as torch's schemas take them."""
+        return dict(zip(self.option_names, self.plain(options)))
 
     def returned(self, options: Sequence[Any]) -> list[bool]:
         """For each result, whether the options request it."""

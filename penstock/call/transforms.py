@@ -7,7 +7,7 @@ differentiable form, which is plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import Complaints, RangeError
 from . import private
 from .autocast import no_autocast
-from .declaration import Argument, Signature
+from .declaration import Argument, Options, Signature, Sizes
 from .declared import Declared
 from .derivatives import Tensors
 
@@ -36,7 +36,7 @@ def run(operator: Declared[Any], signature: Signature, tensors: Tensors, options
         problem = operator.checked(signature.function, tensors, options)
         if impl != "auto":
             operator.family.choose(problem.whole, operator.mode, str(impl))  # raises if that implementation refuses the call
-        _check_values(signature, tensors, problem.sizes)
+        _check_values(signature, tensors, problem.sizes, operator.by_name(options))
         with no_autocast(tensors[0]):
             results: Tensors = operator.differentiable(problem)  # type: ignore[misc]
     else:
@@ -44,12 +44,12 @@ def run(operator: Declared[Any], signature: Signature, tensors: Tensors, options
     return operator.asked_for(results, options)
 
 
-def _check_values(signature: Signature, tensors: Tensors, sizes: Mapping[str, int]) -> None:
+def _check_values(signature: Signature, tensors: Tensors, sizes: Sizes, options: Options) -> None:
     """On a CPU, what ``validation.check_values`` checks outside of transforms."""
     complaints = Complaints(signature.function)
     for argument, x in zip(signature.arguments, tensors):
         plain = None if x is None or argument.values is None or x.device.type != "cpu" else private.inside_transforms(x)
-        wrong = None if plain is None or argument.values is None else argument.values(plain, sizes)
+        wrong = None if plain is None or argument.values is None else argument.values(plain, sizes, options)
         if wrong is not None:
             complaints.add(RangeError, argument.public, *wrong)
     complaints.raise_any()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import Complaints, DeviceError, DtypeError, PenstockWarning, RangeError, ShapeError, described, shortened
 from . import private
-from .declaration import Argument, Option, Signature, Sizes, Wrong
+from .declaration import Argument, Option, Options, Signature, Sizes, Wrong
 
 _checking_values: ContextVar[bool] = ContextVar("penstock_checks", default=False)
 
@@ -128,8 +128,8 @@ def bind(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, in
     return sizes
 
 
-def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, int]:
-    """Validate tensors of the right Python types; return the size of each axis."""
+def check(signature: Signature, tensors: Sequence[Tensor | None], options: Options) -> dict[str, int]:
+    """Validate tensors of the right Python types, whose call has valid options; return the size of each axis."""
     complaints, sizes = Complaints(signature.function), dict[str, int]()
     first = tensors[0]
     assert first is not None
@@ -153,7 +153,8 @@ def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, i
             complaints.add(ShapeError, axis, "at least 1", 0)
     for rule in signature.rules:
         rule(complaints, {name: x for name, x in given.items() if name not in wrong}, sizes)
-    _check_values(complaints, signature, [None if one.name in wrong else x for one, x in zip(signature.arguments, tensors)], sizes)
+    right = [None if one.name in wrong else x for one, x in zip(signature.arguments, tensors)]
+    _check_values(complaints, signature, right, sizes, options)
     complaints.raise_any()
     return sizes
 
@@ -190,17 +191,17 @@ def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes
     warnings.warn(f"{signature.function}: the tensors have {named}. {remedy}", PenstockWarning, stacklevel=level)
 
 
-def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options) -> None:
     """Raise if values break a rule; shapes, dtypes and devices are known to be right."""
     complaints = Complaints(signature.function)
-    _check_values(complaints, signature, tensors, sizes)
+    _check_values(complaints, signature, tensors, sizes, options)
     complaints.raise_any()
 
 
-def _check_values(complaints: Complaints, signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+def _check_values(complaints: Complaints, signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options) -> None:
     for argument, x in zip(signature.arguments, tensors):
         if argument.values is not None and x is not None and argument.name != _known.get() and reads_values(x):
-            wrong = argument.values(x.detach(), sizes)
+            wrong = argument.values(x.detach(), sizes, options)
             if wrong is not None:
                 complaints.add(RangeError, argument.public, *wrong)
 

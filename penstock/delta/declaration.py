@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from ..call.declaration import Argument, Option, Signature, Sizes, Wrong
+from ..call.declaration import Argument, Option, Options, Signature, Sizes, Wrong
 from ..errors import Complaints, ShapeError, shortened
 from ..tokens import declaration as tokens
+from ..tokens.decays import log_decay
 from ..tokens.packing import cu_seqlens, one_row
 from ..tokens.pools import POOL, SLOTS, own_row
 from ..tokens.problem import InPlace, OverSequences, TokenProblem
@@ -96,7 +98,7 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
         "a", "B T J K" if two else "", like="q", required=two, gradient=True, absent="" if two else one, draw=lambda x: 0.5 * unit(x),
         hint="a and b have the heads of k or of v.",
     )  # fmt: skip
-    g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.", REMEDY[row.raw])
+    g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.", partial(_bounded, remedy=REMEDY[row.raw]))
     return (
         q,
         replace(k, draw=unit),
@@ -116,6 +118,17 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
         Argument("dt_bias", bias, required=False, gradient=True, absent="" if bias else unbiased, hint=BIAS.get(row.decay, "")),
         cu_seqlens("T", "N sequences have N + 1 offsets."),
     )  # fmt: skip
+
+
+def _bounded(g: Tensor, sizes: Sizes, options: Options, remedy: str) -> Wrong | None:
+    """The rule for values of a log decay, which may have a lower bound. That is rounded to their dtype, as they may have been."""
+    wrong, bound = log_decay(g, sizes, options, remedy), options["lower_bound"]
+    if wrong is not None or bound is None or not g.numel():
+        return wrong
+    lowest = g.amin()
+    if lowest >= lowest.new_tensor(bound):
+        return None
+    return Wrong(f"at least lower_bound = {bound}", str(lowest.item()), "Pass a bound of all of them, or none.")
 
 
 def _gated(row: Variant) -> Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None]:

@@ -312,7 +312,7 @@ def _run(
     q, k, v, gate, *others = tensors
     g, raw = gates(VARIANTS[variant], gate, A_log, raw_decay)
     if any(x is not None and x is not False for x in flags):
-        check_options(variant, VARIANTS[variant], flags, g, raw)
+        check_options(variant, VARIANTS[variant], flags, raw)
     given, options = (q, k, v, g, *others, raw, A_log, dt_bias, *rest), (scale, output_final_state, *flags)
     if context is not None:
         return Result(*over_ranks(variant, given, options, impl, context))

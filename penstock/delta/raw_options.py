@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..call.declaration import FLOATS
-from ..call.validation import reads_values
 from ..errors import Complaints, DtypeError, InvalidArgument, RangeError, described, shortened
 from .variants import VARIANTS, Variant
 
@@ -30,7 +26,7 @@ def checked_gates(
             _refuse(name, "raw_decay", f"False for {variant}", "True", "Raw gates of other variants have A_log.")
     g, raw = gates(row, gate, A_log, raw_decay)
     if any(x is not None and x is not False for x in flags):
-        check_options(name, row, flags, g, raw)
+        check_options(name, row, flags, raw)
     return g, raw
 
 
@@ -40,8 +36,8 @@ def check_flag(function: str, name: str, value: object) -> None:
         _refuse(function, name, "True or False", described(value), "", DtypeError)
 
 
-def check_options(function: str, row: Variant, flags: tuple[Any, ...], g: Tensor | None, raw: Tensor | None) -> None:
-    """Raise for options that a variant does not have, and for log decays below their bound. The operator checks types."""
+def check_options(function: str, row: Variant, flags: tuple[Any, ...], raw: Tensor | None) -> None:
+    """Raise for options that a variant does not have. The operator checks types and values."""
     complaints = Complaints(function)
     _, beta_logits, allow_neg_eigval, lower_bound = flags
     if row.streams == 2:
@@ -51,11 +47,11 @@ def check_options(function: str, row: Variant, flags: tuple[Any, ...], g: Tensor
     elif allow_neg_eigval is True and beta_logits is False:
         complaints.add(RangeError, "allow_neg_eigval", "False without beta_logits", "True", "It doubles the sigmoid of beta_logits.")
     if lower_bound is not None:
-        _check_bound(complaints, row, lower_bound, g, raw)
+        _check_bound(complaints, row, lower_bound, raw)
     complaints.raise_any()
 
 
-def _check_bound(complaints: Complaints, row: Variant, bound: Any, g: Tensor | None, raw: Tensor | None) -> None:
+def _check_bound(complaints: Complaints, row: Variant, bound: Any, raw: Tensor | None) -> None:
     """``lower_bound`` is part of a raw gate of kda, or what a caller knows of the log decays of two streams."""
     rule = remedy = ""
     if row.bounded and raw is None:
@@ -66,18 +62,6 @@ def _check_bound(complaints: Complaints, row: Variant, bound: Any, g: Tensor | N
         rule, remedy = "None with raw_decay", "The bound of a raw gate of rwkv7 is known."
     if rule:
         complaints.add(RangeError, "lower_bound", rule, shortened(bound), remedy)
-    elif row.streams == 2 and isinstance(bound, (int, float)) and -sys.float_info.max <= bound < 0:
-        _check_decays(complaints, row.gate if complaints.function == row.name else "g", float(bound), g)
-
-
-def _check_decays(complaints: Complaints, name: str, bound: float, g: Tensor | None) -> None:
-    """Log decays are not below a bound. It is rounded to their dtype, as they may have been."""
-    if torch.compiler.is_compiling() or not isinstance(g, Tensor) or g.is_nested or g.layout != torch.strided or g.dtype not in FLOATS:
-        return  # the operator refuses other tensors
-    if g.numel() and reads_values(g):
-        lowest = g.detach().min()
-        if lowest < lowest.new_tensor(bound):
-            complaints.add(RangeError, name, f"at least lower_bound = {bound}", lowest.item(), "Pass a bound of all of them, or none.")
 
 
 def _refuse(function: str, name: str, rule: str, value: str, remedy: str, kind: type[InvalidArgument] = RangeError) -> None:

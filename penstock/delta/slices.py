@@ -22,7 +22,7 @@ from ..tokens.context import ContextParallel
 from ..tokens.dtypes import state_dtype
 from ..tokens.passes import Passes
 from ..tokens.summaries import MATRIX, MatrixSummary
-from .declaration import summed
+from .declaration import RAW_OPTIONS, summed
 from .operators import DELTA
 from .raw_options import checked_gates
 from .variants import VARIANTS, check_variant
@@ -59,8 +59,8 @@ def summary(
     signature, tensors = SUMMARIES[variant], cast((k, v, g, beta, a, b, raw, A_log, dt_bias, initial_state), CAST)
     compiling = torch.compiler.is_compiling()
     if not compiling:  # compiled graphs check the calls of the operator
-        check_types(signature, tensors, (), ())
-        check(signature, tensors)
+        check_types(signature, tensors, RAW_OPTIONS, flags)
+        check(signature, tensors, {"lower_bound": lower_bound})
     k, *others, state = tensors  # type: ignore[assignment]
     given, options = (k, k, *others, None), (1.0, True, *flags)
     with nullcontext() if compiling else known_values("g"):

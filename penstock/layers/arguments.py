@@ -46,7 +46,7 @@ def check_sequences(complaints: Complaints, x: Tensor, cu_seqlens: object, slots
         sizes["P"] = rows_of_pool
     for argument, given, rule in (("cu_seqlens", cu_seqlens, offsets("T")), ("slots", slots, rows)):
         if isinstance(given, Tensor) and reads_values(given):
-            wrong = rule(given, sizes)
+            wrong = rule(given, sizes, {})
             if wrong is not None:
                 complaints.add(RangeError, argument, *wrong)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import private
-from ..call.declaration import Sizes, Wrong
+from ..call.declaration import Options, Sizes, Wrong
 from .dtypes import state_dtype
 
 FASTEST = -math.exp(-0.5)
@@ -17,7 +17,7 @@ FASTEST = -math.exp(-0.5)
 REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
 
-def log_decay(g: Tensor, sizes: Sizes, remedy: str = REMEDY) -> Wrong | None:
+def log_decay(g: Tensor, sizes: Sizes, options: Options, remedy: str = REMEDY) -> Wrong | None:
     """The rule for values of a decay. ``remedy``: what the message recommends."""
     g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
     if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.declaration import Argument, Option, Result, Sizes
+from ..call.declaration import Argument, Option, Result, Sizes, Values
 from ..call.validation import finite
-from .decays import REMEDY, log_decay
+from .decays import log_decay
 from .dtypes import state_dtype
 
 
@@ -25,10 +24,12 @@ def queries_keys_values(query: str = "") -> tuple[Argument, Argument, Argument]:
     )
 
 
-def decay(axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor], str], remedy: str = REMEDY) -> Argument:
-    """The log decay g with some of the axes B, T, H and K; none if the signature has no decay. ``remedy``: for values above 0."""
+def decay(
+    axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor], str], values: Values = log_decay
+) -> Argument:  # fmt: skip
+    """The log decay g with some of the axes B, T, H and K; none if the signature has no decay."""
     return Argument(
-        "g", axes, label=label, nullable=nullable, gradient=True, values=partial(log_decay, remedy=remedy), draw=F.logsigmoid,
+        "g", axes, label=label, nullable=nullable, gradient=True, values=values, draw=F.logsigmoid,
         derived=derived, absent="" if axes else "this variant has no decay", hint=hint,
     )  # fmt: skip
 

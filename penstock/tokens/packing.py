@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 from torch import Tensor
 
-from ..call.declaration import INDICES, Argument, Sizes, Wrong
+from ..call.declaration import INDICES, Argument, Options, Sizes, Values, Wrong
 from ..errors import Complaints, ShapeError
 
 
-def offsets(axis: str) -> Callable[[Tensor, Sizes], Wrong | None]:
+def offsets(axis: str) -> Values:
     """The rule for values of ``cu_seqlens``: the begins of packed sequences along ``axis``, then its end."""
 
-    def values(x: Tensor, sizes: Sizes) -> Wrong | None:
+    def values(x: Tensor, sizes: Sizes, options: Options) -> Wrong | None:
         ends, total = x.tolist(), sizes.get(axis)
         if total is None or (ends[0] == 0 and ends[-1] == total and all(a <= b for a, b in pairwise(ends))):
             return None

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..call.declaration import INDICES, Argument, Sizes, Wrong
+from ..call.declaration import INDICES, Argument, Options, Sizes, Wrong
 from ..errors import Complaints, ShapeError
 
 STEP_TOKENS = 16
 """The most tokens per sequence of a decode step."""
 
 
-def rows(slots: Tensor, sizes: Sizes) -> Wrong | None:
+def rows(slots: Tensor, sizes: Sizes, options: Options) -> Wrong | None:
     """The rule for values of slots."""
     taken, count = [slot for slot in slots.tolist() if slot >= 0], sizes.get("P")
     if count is not None and any(slot >= count for slot in taken):

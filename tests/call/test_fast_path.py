@@ -24,7 +24,7 @@ def fresh(monkeypatch):
     check = validation.check
     for one in (RECURRENCE, ADVANCE):
         monkeypatch.setattr(one, "memory", memory.Memory())
-    monkeypatch.setattr(declared, "check", lambda signature, tensors: seen.append(signature.function) or check(signature, tensors))
+    monkeypatch.setattr(declared, "check", lambda one, *given: seen.append(one.function) or check(one, *given))
     return seen
 
 

@@ -74,6 +74,7 @@ def test_decode_steps_continue_a_call(variant, raw, impl):
 
 
 ONE = Delta("kda", B=2, T=1, H=2, K=4, V=4, state=False)
+STREAMS = {"beta": None, "a": torch.zeros(2, 1, 2, 4), "b": torch.zeros(2, 1, 2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ ONE = Delta("kda", B=2, T=1, H=2, K=4, V=4, state=False)
         ("kda", {"beta": None}, ps.DtypeError, r"advance\('kda'\): beta must be a torch.Tensor, got None"),
         ("kda", {"raw_decay": True}, ps.RangeError, r"raw_decay must be False for kda"),
         ("kda", {"lower_bound": -5.0}, ps.RangeError, "lower_bound must be None without A_log"),
-        ("rwkv7", {"lower_bound": -0.01}, ps.RangeError, r"advance\('rwkv7'\): g must be at least lower_bound = -0.01, got -"),
+        ("rwkv7", STREAMS | {"lower_bound": -0.01}, ps.RangeError, r"advance\('rwkv7'\): g must be at least lower_bound = -0.01, got -"),
         ("kda", {"allow_neg_eigval": True}, ps.RangeError, "allow_neg_eigval must be False without beta_logits"),
         ("kda", {"g": -ONE.drawn()["g"]}, ps.RangeError, "g must be a log decay"),
         ("kda", {"g": None}, ps.ShapeError, r"g must be given, of shape \[B,T,H,K\], got None"),

@@ -100,3 +100,31 @@ def test_operators_refuse_options_of_other_variants():
     given = [case.tensors()[name] for name in case.operator.names]
     with pytest.raises(ps.ImplementationRefused, match="rwkv7 has no beta, and no use_qk_l2norm"):
         torch.ops.penstock.delta(*given, "rwkv7", None, True, True, False, False, None, "auto")
+
+
+def compiled(function, w):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)(w)
+
+
+FORMS = {
+    "compiled": compiled,
+    "vmap": lambda function, w: torch.vmap(function)(w[None]),
+    "grad": lambda function, w: torch.func.grad(lambda x: function(x).sum())(w),
+    "jvp": lambda function, w: torch.func.jvp(function, (w,), (w,)),
+    "operator": lambda function, w: function(w.requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.streams == 2])
+def test_bounds_in_every_form(variant, form):
+    """A log decay below its bound is found wherever decays above 0 are; one that equals it in its dtype passes."""
+    call, gate = good(variant), VARIANTS[variant].gate
+    other = {name: x for name, x in call.items() if name != gate}
+
+    def output(w):
+        return getattr(ps, variant)(**other, **{gate: w}, lower_bound=-0.6).output
+
+    form(output, torch.full((B, T, H, K), -0.6))  # in float32 below the double precision number
+    with pytest.raises(ps.RangeError, match=f"{variant}: {gate} must be at least lower_bound = -0.6, got -1.0. Pass a bound"):
+        form(output, torch.full((B, T, H, K), -1.0))
