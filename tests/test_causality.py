@@ -1,6 +1,5 @@
 """Outputs before a cut have equal bits whatever comes after it: by every implementation, every chunk kernel for a GPU, in every dtype."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from attention import IMPLEMENTATIONS, Attention
 from cases import ALL, NAMES, Case
 from contract import Tensors, problem_of
+from cuts import CUTS, Used, changed, followed
 from emulated import gluon
 from pools import Pooled
 from torch import Tensor
@@ -28,68 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 """NumPy's, of values in the interpreter that masks discard."""
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-Change = Callable[[str, Tensor], Tensor]
-
-
-def scaled(factor: float, names: str = "qkv") -> Change:
-    return lambda name, x: x * factor if name in names else x
-
-
-def decayed(least: float, most: float) -> Change:
-    """Log decays, and raw gates of the opposite sign."""
-    signs = {"g": 1, "raw": -1}
-    return lambda name, x: signs[name] * torch.linspace(least, most, x.numel()).view(x.shape) if name in signs else x
-
-
-FORGOTTEN = {"g": -torch.inf, "raw": torch.inf}
-AFTER: dict[str, Change] = {
-    "1000 times as large": scaled(1000.0),
-    "1000 times as small": scaled(1e-3),
-    "zeros": scaled(0.0),
-    "values 1000 times as large": scaled(1000.0, "v"),
-    "strong decays": decayed(-20.0, -100.0),
-    "weak decays": decayed(-1e-6, -1e-3),
-    "all forgotten": lambda name, x: torch.full_like(x, FORGOTTEN[name]) if name in FORGOTTEN else x.flip(-1) * 300.0,
-    "another sequence": lambda name, x: x,
-    "NaN": lambda name, x: x if name == "g" else torch.full_like(x, torch.nan),
-}
-"""What follows a cut, by argument."""
-CUTS = (5, 37, 64, 83)
-"""Within 16 tokens, a half and a chunk, and between chunks."""
-OVERFLOWING = {"1000 times as large", "all forgotten"}
-"""In the delta rule, keys so large that a state has no bound, and the inverse of a chunk overflows: as a NaN, see docs/delta.md."""
-SERIAL = ("reference", "cpu", "cuda", "triton_recurrent")
-"""Implementations of the recurrence in which a NaN never reaches earlier tokens, see docs/recurrence.md."""
-
-
-Used = Case | Attention
-
-
-def changed(case: Used, tensors: Tensors, cut: int, after: str) -> Tensors:
-    """The tensors of a case with something else behind a cut."""
-    found = dict(tensors)
-    for one in case.operator.signatures[case.function].arguments:
-        x = tensors.get(one.name)
-        if x is not None and one.axes.split()[1:2] in (["T"], ["Tq"], ["Tk"]):
-            found[one.name] = torch.cat((x[:, :cut], AFTER[after](one.name, x[:, cut:]).to(x.dtype)), 1)
-    if after == "another sequence":
-        found["cu_seqlens"] = tensors["cu_seqlens"].clone()
-        found["cu_seqlens"][1] = cut
-    return found
-
-
-def followed(case: Used, impl: str) -> list[str]:
-    """What a call is followed by: packed sequences by more of the next sequence, others by other values."""
-    if case.lengths is not None:
-        return ["another sequence"]
-    recurrence = isinstance(case, Case)
-    left_out = {"another sequence"} if recurrence and impl in SERIAL else {"another sequence", "NaN"}
-    if not recurrence or "T" not in case.row.decay:
-        left_out |= {"strong decays", "weak decays"}
-    if isinstance(case, deltas.Delta) and impl == "triton_chunkwise":
-        left_out |= OVERFLOWING
-    return [after for after in AFTER if after not in left_out]
-
 
 H200, A100 = Target("sm_90", 1, 232448), Target("sm_80", 1, 163 << 10)
 """With so few multiprocessors that sequences are not cut into segments."""

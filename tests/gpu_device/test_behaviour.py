@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import deltas
 import pytest
 import torch
 from attention import Attention
@@ -78,6 +79,31 @@ def softmax(impl: str, T: int, seed: int = 0, dtype: torch.dtype = BFLOAT16, dev
     return Work(values, lambda: list(run(case, tensors, upstream, impl).values()))
 
 
+def delta(variant: str, impl: str, T: int, seed: int = 0, dtype: torch.dtype = BFLOAT16, device: str = "cuda") -> Work:
+    """Packed sequences of the delta rule with raw inputs, where the variant has them, and updates of a pool."""
+    row = deltas.VARIANTS[variant]
+    raw = row.streams == 1 or row.raw != ""
+    case = deltas.Delta(variant, H=2, K=64, V=64, lengths=(T // 3, T - T // 3), dtype=dtype, others=FLOAT32, raw=raw)
+    pooled = deltas.PooledDelta(variant, H=2, K=64, V=64, lengths=(1, T), slots=(2, 0), dtype=dtype, others=FLOAT32, raw=raw)
+    calls, upstream = {"": case.tensors(device), "in place ": pooled.tensors(device)}, case.upstream(device)
+    values = {before + name: x for before, one in calls.items() for name, x in one.items() if x is not None and name not in KEPT}
+    random = torch.Generator(device).manual_seed(seed)
+    for name, x in values.items():
+        x.normal_(generator=random)
+        if name.endswith(" g") or name == "g":
+            x.abs_().neg_()
+
+    def both() -> list[Tensor]:
+        pool = calls["in place "]["state"].clone()
+        with torch.no_grad():
+            output = pooled.call(calls["in place "] | {"state": pool}, "auto")
+        return [*run(case, calls[""], upstream, impl).values(), output, pool]
+
+    return Work(values, both)
+
+
+KEPT = ("a", "b", "cu_seqlens", "slots")
+"""The arguments of ``delta`` whose values are not replaced: states have no bound with any a and b."""
 needs_cuda = pytest.mark.skipif(cuda.available() is not None, reason="cuda-core is not installed")
 CALLS = [*((name, "auto") for name in VARIANTS), ("gla", "triton_chunkwise"), ("rwkv6", "triton_recurrent")]
 WORK = [
@@ -85,6 +111,7 @@ WORK = [
       if (made, call[1]) != (updates, "triton_chunkwise")),
     *(pytest.param(partial(made, name, "cuda"), id=f"{made.__name__}-{name}-cuda", marks=needs_cuda)
       for name in ("rwkv5", "rwkv6") for made in (sequences, updates)),
+    *(pytest.param(partial(delta, name, impl), id=f"{name}-{impl}") for name in deltas.VARIANTS for impl in ("auto", "triton_recurrent")),
     pytest.param(partial(softmax, "auto"), id="softmax-auto"),
 ]  # fmt: skip
 every_call = pytest.mark.parametrize("make", WORK)

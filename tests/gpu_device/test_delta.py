@@ -1,0 +1,153 @@
+"""The delta rule on a GPU against the token loop in float64: heads, lengths, gates, keys, raw inputs, pools. Run with ``pytest -m gpu``."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from canonical import Sequences, check
+from contract import check_results
+from cuts import CUTS, changed, followed
+from delta_cases import bounded_cases, gates, pooled_cases, raw_cases
+from deltas import KEYS, VARIANTS, Delta, PooledDelta
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+DEVICE = "cuda"
+HEADS = [(64, 64), (128, 128), (64, 128), (128, 64), (256, 512), (192, 40), (100, 100), (80, 96), (20, 36)]
+"""K, V: those that have kernels for Hopper, wide ones, and others."""
+ONE_STREAM = [name for name, row in VARIANTS.items() if row.streams == 1]
+every_dtype = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+hopper_heads = pytest.mark.parametrize("D", [64, 128])
+
+
+def case_of(variant: str, T: int = 150, **changed: object) -> Delta:
+    """Two rows of a batch and two heads; gates and states in float32, as in models."""
+    return Delta(variant, H=2, T=T, **{"K": 64, "V": 64, "others": FLOAT32} | changed)
+
+
+@every_dtype
+@every_variant
+@pytest.mark.parametrize("sizes", HEADS, ids=str)
+def test_head_sizes(sizes, variant, dtype):
+    K, V = sizes
+    check_results(case_of(variant, T=150 if K < 256 else 70, K=K, V=V, dtype=dtype), "triton_chunkwise", DEVICE)
+
+
+@every_dtype
+@every_variant
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (100, 36)], ids=str)
+def test_head_sizes_token_by_token(sizes, variant, dtype):
+    K, V = sizes
+    check_results(case_of(variant, T=40, K=K, V=V, dtype=dtype), "triton_recurrent", DEVICE)
+
+
+@hopper_heads
+@every_variant
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 700])
+def test_lengths(T, variant, D):
+    check_results(case_of(variant, T=T, K=D, V=D, dtype=BFLOAT16), "triton_chunkwise", DEVICE)
+
+
+@pytest.mark.parametrize("impl", ["triton_chunkwise", "triton_recurrent"])
+@hopper_heads
+@every_variant
+@pytest.mark.parametrize("lengths", [(0, 5, 64, 0, 1, 131, 0), (16, 16, 17), (3,) * 40, (0, 0)], ids=str)
+def test_packed_sequences(lengths, variant, D, impl):
+    check_results(case_of(variant, lengths=lengths, K=D, V=D, dtype=BFLOAT16), impl, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@hopper_heads
+@pytest.mark.parametrize(("variant", "gate"), [(variant, gate) for variant in VARIANTS for gate in gates(variant)])
+def test_any_gate(variant, gate, D, dtype):
+    check_results(case_of(variant, K=D, V=D, gate=gate, dtype=dtype), "triton_chunkwise", DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@hopper_heads
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("variant", ONE_STREAM)
+def test_correlated_keys(variant, key, beta, D, dtype):
+    check_results(case_of(variant, K=D, V=D, key=key, beta=beta, gate="weak", dtype=dtype), "triton_chunkwise", DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@hopper_heads
+@every_variant
+def test_large_values(variant, D, dtype):
+    of = case_of(variant, K=D, V=D, dtype=dtype, gate="weak")
+    check_results(replace(of, v_factor=1e4, state_factor=1e5, upstream_factor=1e3), "triton_chunkwise", DEVICE)
+
+
+RAW = [one for variant in VARIANTS for one in (*raw_cases(case_of(variant)), *bounded_cases(case_of(variant))) if one.dtype.itemsize < 8]
+
+
+@hopper_heads
+@pytest.mark.parametrize("case", RAW, ids=str)
+def test_raw_inputs_and_bounds(case, D):
+    check_results(replace(case, K=D, V=D), "triton_chunkwise", DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@hopper_heads
+@pytest.mark.parametrize(("H", "G"), [(4, 1), (4, 2), (6, 2)])
+@every_variant
+def test_heads_that_share_queries_and_keys(variant, H, G, D, dtype):
+    of = replace(case_of(variant, K=D, V=D, dtype=dtype), H=H, G=G)
+    check_results(of, "triton_chunkwise", DEVICE)
+    if of.row.streams == 2:
+        check_results(replace(of, removed=H), "triton_chunkwise", DEVICE)
+
+
+@pytest.mark.parametrize("shared", ["BN", "T", "H", "KV", "overlap"])
+@every_variant
+def test_memory_that_elements_share(variant, shared):
+    check_results(case_of(variant, T=70, dtype=BFLOAT16, shared=shared), "triton_chunkwise", DEVICE)
+
+
+@every_variant
+def test_strided_tensors_without_a_state(variant):
+    check_results(case_of(variant, dtype=BFLOAT16, strided=True, state=False, scale=-0.3), "triton_chunkwise", DEVICE)
+
+
+@hopper_heads
+@pytest.mark.parametrize("case", [one for variant in VARIANTS for one in pooled_cases(variant) if one.dtype.itemsize < 8], ids=str)
+def test_pools(case: PooledDelta, D):
+    check_results(replace(case, K=D, V=D), "auto", DEVICE)
+
+
+LENGTHS = (200, 0, 64, 131, 37, 1, 300, 65, 5)
+RANDOM = [
+    (BFLOAT16, FLOAT32, "contiguous", False, 64),
+    (BFLOAT16, BFLOAT16, "gaps", False, 128),
+    (FLOAT16, FLOAT16, "heads first", True, 36),
+]
+"""Dtypes of inputs and pool, the pool's layout, whether the inputs have gaps, and K."""
+
+
+@pytest.mark.parametrize(("dtype", "pool", "layout", "strided", "K"), RANDOM, ids=str)
+@every_variant
+def test_random_calls_equal_each_sequence_alone(variant, dtype, pool, layout, strided, K):
+    """Random cuts, rows, orders and slots, decode steps among them: every bit."""
+    gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
+    case = case_of(variant, sum(LENGTHS), B=1, K=K, V=64, dtype=dtype, gate=gate, strided=strided, state=False)
+    check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
+
+
+@pytest.mark.parametrize("impl", ["triton_chunkwise", "triton_recurrent"])
+@pytest.mark.parametrize("raw", [False, True])
+@every_dtype
+@hopper_heads
+@every_variant
+def test_outputs_before_a_cut_have_equal_bits(variant, D, dtype, raw, impl):
+    case = case_of(variant, T=130, K=D, V=D, dtype=dtype, raw=raw, gate="mixture" if VARIANTS[variant].decay else "logsigmoid")
+    tensors = case.tensors(DEVICE)
+    with torch.no_grad():
+        whole = case.call(tensors, impl).output
+        for cut in CUTS:
+            for after in followed(case, impl):
+                found = case.call(changed(case, tensors, cut, after), impl).output
+                assert torch.equal(found[:, :cut], whole[:, :cut]), (cut, after)
