@@ -1,10 +1,9 @@
-"""Times what the host takes for a call on a GPU: microseconds a call, and seconds of a first call with empty caches.
+"""Times what the host takes for a call on a GPU, in microseconds. ``first_calls.py`` times first calls.
 
-    python benchmarks/host.py --out FILE.json [--seconds 150]
+    python benchmarks/host.py --out FILE.json [--only kda;rwkv7] [--seconds 150]
 
 Calls are small, so the GPU waits for the host; ``behind`` is what the GPU still has to do when the host is done, which is then little.
-Targets: 40 us for a forward pass, 200 us for a training step of one operator, 8 s for the first call. First calls run in processes of their
-own, with an empty folder for Triton's cache; one process at a time.
+Targets: 40 us for a forward pass, 200 us for a training step of one operator.
 
 torch runs a backward pass on a GPU in a thread of its own, so a step changes the thread twice, be it of one operator or of a model. Steps
 are also timed on one thread (``torch.autograd.set_multithreading_enabled``). "torch" is a function of as many tensors that allocates its
@@ -13,53 +12,28 @@ results and computes nothing, "torch compiled" a product of two tensors.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from functools import partial
 
 import torch
+from first_calls import NAMES, drawn
 
 import penstock as ps
 
-NAMES = ("gla", "rwkv6", "rwkv5", "linear_attention", "retention", "simple_gla")
-SHAPE = (1, 128, 4, 64)
-FIRST = """
-import sys, time
-import torch
-import penstock as ps
-sys.path.insert(0, {folder!r})
-from host import drawn, step
-leaves, d = drawn({name!r}, (2, 1024, 8, 64), True)
-torch.randn(8, device="cuda").sum().item()
-begin = time.perf_counter()
-step({name!r}, leaves, d)
-torch.cuda.synchronize()
-print(time.perf_counter() - begin)
-"""
+SHAPE = {"B": 1, "T": 128, "H": 4, "D": 64}
+SHARED = {"r": "q", "w": "g"}
+"""Names of arguments in functions that take the name of a variant."""
 
 
-def drawn(name: str, shape: tuple[int, int, int, int], gradients: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Inputs of a function, and the gradient of its output."""
-    B, T, H, K = shape
-    q, k, v, d = (torch.randn(shape, device="cuda").bfloat16() for _ in range(4))
-    made = [q, k * K**-0.5, v]
-    if name in ("gla", "rwkv6"):
-        made.append(-torch.rand(shape, device="cuda").bfloat16())
-    elif name == "rwkv5":
-        made.append(-torch.rand(H, K, device="cuda"))
-    elif name == "simple_gla":
-        made.append(-torch.rand(B, T, H, device="cuda"))
-    if name in ("rwkv5", "rwkv6"):
-        made.append(torch.randn(H, K, device="cuda"))
-    return [x.requires_grad_(gradients) for x in made], d
+def output(name: str, names: tuple[str, ...], options: dict, *tensors: torch.Tensor) -> torch.Tensor:
+    """The output of a call over sequences."""
+    return getattr(ps, name)(**dict(zip(names, tensors)), **options).output
 
 
-def step(name: str, leaves: list[torch.Tensor], d: torch.Tensor) -> None:
+def step(function, leaves: list[torch.Tensor], d: torch.Tensor) -> None:
     """Forward and backward."""
-    torch.autograd.grad(getattr(ps, name)(*leaves).output, leaves, d)
+    torch.autograd.grad(function(*leaves), leaves, d)
 
 
 class Nothing(torch.autograd.Function):
@@ -101,41 +75,34 @@ def steps(what: str, call) -> dict[str, float]:
     return {what: threads, f"{what}, one thread": one, f"{what}, behind": behind}
 
 
-def first_call(name: str) -> float:
-    """Seconds of the first training step of a process with empty caches."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = FIRST.format(folder=os.path.dirname(os.path.abspath(__file__)), name=name)
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=150, help="begin no further row after this time")
+    parser.add_argument("--only", default=";".join(NAMES), help="names, separated by semicolons")
     parser.add_argument("--out")
     given = parser.parse_args()
     begin, rows = time.perf_counter(), []
-    print("Microseconds a call; the first call in seconds.")
-    for name in NAMES:
+    print("Microseconds a call.")
+    for name in given.only.split(";"):
         if time.perf_counter() - begin > given.seconds:
             break
-        inputs, _ = drawn(name, SHAPE, False)
-        leaves, d = drawn(name, SHAPE, True)
-        function = getattr(ps, name)
+        x, options = drawn(name, torch.bfloat16, **SHAPE)
+        function, inputs = partial(output, name, tuple(x), options), list(x.values())
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        d = torch.randn_like(function(*inputs))
         product = torch.compile(lambda x, y: x * y, fullgraph=True, dynamic=False)
-        compiled = torch.compile(lambda *x, function=function: function(*x).output, fullgraph=True, dynamic=False)
-        pool, tokens = torch.zeros(4, 4, 64, 64, device="cuda"), [x[0, :4] if x.dim() > 2 else x for x in inputs]
+        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        pool = torch.zeros(4, 4, 64, 64, device="cuda")
+        tokens = {SHARED.get(one, one): t[0, :4] if t.dim() > 2 else t for one, t in x.items()} | options
         with torch.no_grad():
             row = {
                 "forward": per_call(lambda: function(*inputs))[0],  # noqa: B023
-                "decode": per_call(lambda: ps.decode_step(name, *tokens, state=pool))[0],  # noqa: B023
+                "decode": per_call(lambda: ps.decode_step(name, **tokens, state=pool))[0],  # noqa: B023
             }
-        row |= steps("step", lambda: step(name, leaves, d))  # noqa: B023
+        row |= steps("step", lambda: step(function, leaves, d))  # noqa: B023
         row |= steps("torch", lambda: torch.autograd.grad(Nothing.apply(*leaves), leaves, d))  # noqa: B023
         row |= steps("compiled step", lambda: torch.autograd.grad(compiled(*leaves), leaves, d))  # noqa: B023
         row |= steps("torch compiled", lambda: torch.autograd.grad(product(*leaves[:2]), leaves[:2], d))  # noqa: B023
-        row["first call"] = first_call(name)
         rows.append({"name": name, **row})
         print(f"{name:18s}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if "behind" not in key or value > 1), flush=True)
         torch._dynamo.reset()
