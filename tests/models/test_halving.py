@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> Non
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "own_mixer"])
 def test_what_a_mixer_adds_may_be_too_large(name: str) -> None:
-    """It is divided before it overflows. That of a user's mixer is divided afterwards."""
-    rounding = error(deep(name, 0)(IDS).logits, deep(name, 0, torch.float64)(IDS).logits)
-    model, seen = deep(name, 1, torch.float64), []
+    """It is divided before it overflows. That of a user's mixer is divided afterwards.
+
+    Of few layers: six of the delta rule enlarge one rounding to a third of the logits.
+    """
+    few = partial(deep, name, layers=3)
+    rounding = error(few(every=0)(IDS).logits, few(every=0, dtype=torch.float64)(IDS).logits)
+    model, seen = few(every=1, dtype=torch.float64), []
     last = [*last_maps(model).values()][-1]
     hook = last.register_forward_hook(lambda module, given, y: seen.append(y.abs().max().item()))
     model(IDS)
@@ -51,7 +56,7 @@ def test_what_a_mixer_adds_may_be_too_large(name: str) -> None:
     true = model(IDS).logits
     for x in outputs(model.half()):
         assert x.isfinite().all()
-        assert x.shape != true.shape or error(x, true) < 0.05 + 1.5 * rounding
+        assert x.shape != true.shape or error(x, true) < 0.01 + 1.5 * rounding
 
 
 def gradients_of(model: CausalLM, scale: float = 1.0) -> dict[str, Tensor]:
