@@ -136,6 +136,24 @@ print(len(set(distinct([small, large]).values())))
     assert done.stdout.split("\n")[:2] == ["[0, 0, 2, 3, 3, 0, 0]", "2"], done.stdout + done.stderr
 
 
+def test_numbers_of_tokens_are_not_specialised_in_chains():
+    """One code for any number of tokens: what is compiled ahead for few, with one block in a program, is what trains on many."""
+    script = """
+import importlib, pkgutil
+import penstock.layers.triton as package
+for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for name, kernel in vars(importlib.import_module(module.name)).items():
+        for one in getattr(kernel, "params", ()) if name.startswith("penstock_") else ():
+            if one.name in ("R", "M", "P", "each", "tokens") and not (one.is_constexpr or one.do_not_specialize):
+                print("wrong", name, one.name)
+            elif one.name in ("R", "each"):
+                print("right")
+"""
+    done = penstock("-c", script)
+    assert "wrong" not in done.stdout, done.stdout
+    assert done.stdout.count("right") > 20, done.stderr
+
+
 @needs_gluon
 def test_far_strides_are_64_bits_in_compiled_kernels():
     """Of inputs, decays and gradients of plain and Hopper kernels; as other kernels they compile. Near strides are 32 bits."""

@@ -55,7 +55,7 @@ def penstock_add_norm(
     tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_add_norm_bwd(
     total,  # [R,C]
     weight,  # [C]
@@ -193,7 +193,7 @@ def penstock_relu_squared_bwd(x, dy, dx, size, ROOT: tl.constexpr, BLOCK: tl.con
     tl.store(dx + at, (2 * z * tl.load(dy + at, at < size, other=0.0).to(tl.float32)).to(dx.dtype.element_ty), at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_decay_fwd(
     x,  # [R,C]
     bias,  # [C]
@@ -213,7 +213,7 @@ def penstock_decay_fwd(
     tl.store(w + at, -tl.exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_decay_bwd(
     x,  # [R,C]
     bias,  # [C]

@@ -21,7 +21,7 @@ def _clamped(x, low, high):
     return tl.where(x > high, high, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_time_steps_fwd(
     dt,  # [R,H], row stride ``dt_r`` * UNIT
     dt_bias, A_log,  # [H]
@@ -51,7 +51,7 @@ def penstock_time_steps_fwd(
     tl.store(v + (at * V)[:, None] + c[None, :], (values * step[:, None]).to(v.dtype.element_ty), every)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_time_steps_bwd(
     dt, dt_bias, A_log, x,
     dg,  # [R,H] float32
@@ -158,7 +158,7 @@ def _sums(o, x, z, dy, weight, skip, here):
     return tl.sum(gated * gated, 1), tl.sum(gated * d * w, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_gated_norm_bwd(
     o, x, z, D, weight,
     dy,  # [R,G*S]

@@ -21,7 +21,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
     return gate, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_norm_gate_fwd(
     x,  # [R,H,V]
     gate,  # [R,H,V]
@@ -57,7 +57,7 @@ def penstock_norm_gate_fwd(
     tl.store(y + at, (rows * factor).to(y.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_norm_gate_bwd(
     x, gate, weight, bias, share, values,
     dy,  # [R,H,V]

@@ -71,7 +71,7 @@ def norm_gate(c: Given, norm: Norm) -> Tensor:
 def _backward(c: Given, norm: Norm, dy: Tensor, *, again: bool) -> tuple[Tensors, Tensor]:
     """Gradients of the tensors and, with ``again``, the result of ``norm_gate``."""
     x, gate, weight, bias, share, values = c
-    (R, H, V), constants = x.shape, c.constants(norm, 2048)
+    (R, H, V), constants = x.shape, c.constants(norm, 4096 // x.element_size())
     programs, each = shares(blocks(R, constants["BR"]), H)
     dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
     dshare, dvalues = (None if one is None else torch.empty_like(one) for one in (share, values))

@@ -28,7 +28,7 @@ def removal_key(k, k_k):
     return key / norm, norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_rwkv7_inputs_fwd(
     r, k, v, w, rate, mix, first,  # [R,H,N]
     k_k, k_a, r_k, w0, a0, v0,  # [H,N]
@@ -73,7 +73,7 @@ def penstock_rwkv7_inputs_fwd(
         tl.store(values + at, vt.to(values.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_rwkv7_inputs_bwd(
     r, k, v, rate, mix, first,  # [R,H,N]
     k_k, k_a, r_k, a0, v0,  # [H,N]
@@ -92,6 +92,8 @@ def penstock_rwkv7_inputs_bwd(
     n = tl.arange(0, BN)
     removal, strength = _learned(k_k, h, n, N), _learned(k_a, h, n, N)
     bonus, base = _learned(r_k, h, n, N), _learned(a0, h, n, N)
+    if MIX:
+        mixing = _learned(v0, h, n, N)
     of_k_k = tl.zeros([BR, BN], tl.float32)  # reduced over rows after the loop: no barriers inside
     of_k_a = tl.zeros([BR, BN], tl.float32)
     of_r_k = tl.zeros([BR, BN], tl.float32)
@@ -104,39 +106,47 @@ def penstock_rwkv7_inputs_bwd(
         here = live[:, None] & (n < N)[None, :]
         row = row.to(tl.int64) * H + h
         at = row[:, None] * N + n[None, :]
-        kt = _loaded(k, at, here)
+        kt = _loaded(k, at, here)  # all loads are in flight before the first store, which later loads would wait for
         rt = _loaded(r, at, here)
-        z = _loaded(rate, at, here) + base
+        z = _loaded(rate, at, here)
         back = _loaded(d_key, at, here)
-        of_unit = -_loaded(d_a, at, here)
+        of_unit = _loaded(d_a, at, here)
         db = _loaded(d_b, at, here)
         of_share = tl.load(d_share + row, live, other=0.0)[:, None]
-        d = _loaded(d_raw, at, here)
-        of_w0 += d
-        tl.store(dw + at, d.to(dw.dtype.element_ty), here)
+        dw_ = _loaded(d_raw, at, here)
+        dr_ = _loaded(d_r, at, here)
+        if MIX:
+            dv_ = _loaded(d_values, at, here)
+            further = _loaded(d_more, at, here)
+            mt = _loaded(mix, at, here)
+            old = _loaded(first, at, here)
+            vt = _loaded(v, at, here)
+        of_w0 += dw_
+        tl.store(dw + at, dw_.to(dw.dtype.element_ty), here)
         kk, norm = removal_key(kt, removal)
+        z += base
         lr, rest = tl.sigmoid(z), tl.sigmoid(-z)
         factor = 1 - rest * strength
         key = kt * factor
         of_r_k += of_share * rt * key
-        tl.store(dr + at, (_loaded(d_r, at, here) + of_share * key * bonus).to(dr.dtype.element_ty), here)
+        tl.store(dr + at, (dr_ + of_share * key * bonus).to(dr.dtype.element_ty), here)
         back += of_share * rt * bonus
         of_k_a -= back * kt * rest
         dz = (db * kk + back * kt * strength) * lr * rest
         of_a0 += dz
         tl.store(d_rate + at, dz.to(d_rate.dtype.element_ty), here)
-        of_unit += db * lr
+        of_unit = db * lr - of_unit
         along = tl.sum(of_unit * kk, 1)[:, None]
         of_unit = (of_unit - tl.where(norm > LEAST, along, 0.0) * kk) / norm
         of_k_k += of_unit * kt
         tl.store(dk + at, (back * factor + of_unit * removal).to(dk.dtype.element_ty), here)
         if MIX:
-            z = _loaded(mix, at, here) + _learned(v0, h, n, N)
-            d = _loaded(d_values, at, here) + _loaded(d_more, at, here)
+            z = mt + mixing
+            d = dv_ + further
             weight, rest = tl.sigmoid(z), tl.sigmoid(-z)
             tl.store(dv + at, (d * rest).to(dv.dtype.element_ty), here)
             tl.store(d_first + at, (d * weight).to(d_first.dtype.element_ty), here)
-            dz = d * (_loaded(first, at, here) - _loaded(v, at, here)) * weight * rest
+            dz = d * (old - vt) * weight * rest
             of_v0 += dz
             tl.store(d_mix + at, dz.to(d_mix.dtype.element_ty), here)
     C = H * N

@@ -87,7 +87,7 @@ class Inputs(torch.autograd.Function):
 
 def _backward(c: Given, given: list[Tensor]) -> Tensors:
     """Gradients of the tensors, from those of r, raw, key, a, b and share; and of values, twice, if they are mixed."""
-    (R, H, N), (v, mix, first, v0), constants, mixed = c.r.shape, c.mixed, c.constants(1024), c.v is not None
+    (R, H, N), (v, mix, first, v0), constants, mixed = c.r.shape, c.mixed, c.constants(512), c.v is not None
     programs, each = shares(blocks(R, constants["BR"]), H)
     dr, dk, dw, d_rate = (torch.empty_like(one) for one in c[:4])
     dv, d_mix, d_first = (torch.empty_like(one) if mixed else c.r for one in (v, mix, first))

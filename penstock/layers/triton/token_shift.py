@@ -51,7 +51,7 @@ def _factor(
     return m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_shift_fwd(
     x,  # [R,C]
     last,  # [sequences,C], or with SLOTS a pool [P,C]
@@ -102,7 +102,7 @@ def _steps(x, last, starts, r, c, R, C, AMD: tl.constexpr):
     return before.to(tl.float32) - now.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_shift_bwd(
     x, last, starts, mu,
     dy0, dy1, dy2, dy3, dy4, dy5,  # [R,C] each; only N of them are read
@@ -121,9 +121,10 @@ def penstock_shift_bwd(
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     columns = (c < C)[None, :]
-    sums = ()
-    for _ in tl.static_range(N):
+    sums, factors = (), ()
+    for i in tl.static_range(N):
         sums += (tl.zeros([BR, BC], tl.float32),)  # reduced over rows after the loop: no barriers inside
+        factors += (tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :],)  # a load inside would change layouts, by barriers
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & columns
@@ -140,8 +141,7 @@ def penstock_shift_bwd(
         step = _steps(x, last, starts, r, c, R, C, AMD)
         found = ()
         for i in tl.static_range(N):
-            m = tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :]
-            d = now[i].to(tl.float32)
+            m, d = factors[i], now[i].to(tl.float32)
             if COMPLEMENT:
                 back += d * m + after[i].to(tl.float32) * (1 - m)
                 found += (sums[i] - d * step,)
@@ -154,7 +154,7 @@ def penstock_shift_bwd(
         tl.store(dmu + (p * N + i).to(tl.int64) * C + c, tl.sum(sums[i], 0), c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_shift_low_rank_bwd(
     starts, mu, hidden, up,
     dy0, dy1, dy2, dy3, dy4,
@@ -189,7 +189,7 @@ def penstock_shift_low_rank_bwd(
         tl.store(dx + to, back.to(dx.dtype.element_ty), here & (row < BR - 1)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_shift_hidden_bwd(
     x, last, starts, up,
     dy0, dy1, dy2, dy3, dy4,
@@ -217,7 +217,7 @@ def penstock_shift_hidden_bwd(
     tl.store(d_hidden + to, found.to(d_hidden.dtype.element_ty), (r < R)[:, None] & (j < M)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "each"])
 def penstock_shift_weights_bwd(
     x, last, starts, hidden,
     dy0, dy1, dy2, dy3, dy4,

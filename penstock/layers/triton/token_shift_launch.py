@@ -68,13 +68,14 @@ class TokenShift(torch.autograd.Function):
             dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
             return dx, d_last, None, dmu, d_hidden, d_up, None, None, None
         (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
-        BR, BC = 8 if N <= 2 else 4, 256
+        BR, BC = 8 if N <= 2 else 2, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
         if x.numel():
             on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
                 x, last, starts, mu, *dy, *[x] * (FACTORS - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
                 N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, AMD=Target.of(x.device).amd, num_warps=4,
+                **limit(x, 128),
             )  # fmt: skip
         return dx, d_last, None, summed(dmu, mu), None, None, None, None, None
 
@@ -102,12 +103,12 @@ def _low_rank_backward(
     given = [*dy, *[x] * (LOW_RANK_FACTORS - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
     half, BR, BC, amd = x.element_size() == 2, 64, 64, Target.of(x.device).amd
-    options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one stage takes 1.1 to 1.4 times as long
+    options, stages = limit(x, 128) if half else {}, 2 if half and not amd else 1  # on Hopper, one stage takes 1.1 to 1.4 times as long
     programs, each = shares(blocks(R, BR), blocks(C, BC) * N)
     dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
     dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
     if x.numel():
-        tile = 32
+        tile = 32 if half else 16
         many, rows = shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # programs of 8 warps, so half as many
         on_device_of(x, token_shift.penstock_shift_low_rank_bwd)[many, blocks(C, BC)](
             starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
