@@ -33,9 +33,9 @@ compiled = set()
 
 
 def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_pdl=False, enable_fp_fusion=True, **constants):
-    for name, x in zip(kernel.arg_names, args):
-        if isinstance(x, int) and x == 1:
-            constants[name] = 1
+    for one, x in zip(kernel.params, args):
+        if isinstance(x, int) and x == 1 and not one.do_not_specialize:
+            constants[one.name] = 1
     given = dict(zip(kernel.arg_names, args))
     signature = {
         name: "constexpr" if name in constants
