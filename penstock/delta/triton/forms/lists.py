@@ -11,6 +11,7 @@ from ..calls import Backward, Forward, InPlace
 from . import (
     anchored_backward_sm90,
     anchored_sm90,
+    anchored_steps_sm90,
     channels_backward_sm90,
     channels_sm90,
     chunks,
@@ -27,6 +28,7 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
     scalar_sm90.FORWARD,
     anchored_sm90.FORWARD,
+    anchored_steps_sm90.FORWARD,
     segments.FORWARD,
     chunks.FORWARD,
 )
@@ -34,6 +36,7 @@ CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     scalar_backward_sm90.BACKWARD,
     anchored_backward_sm90.BACKWARD,
+    anchored_steps_sm90.BACKWARD,
     segments.BACKWARD,
     chunks.BACKWARD,
 )

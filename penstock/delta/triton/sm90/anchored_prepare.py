@@ -28,27 +28,27 @@ from .pairs import left_operand, right_operand
 
 
 @gluon.jit
-def tiles_of(kind: gl.constexpr, layout: gl.constexpr):
+def tiles_of(COUNT: gl.constexpr, kind: gl.constexpr, layout: gl.constexpr):
     """Shared memory of tiles [C,C]. Each is an allocation: between a load from one and a store to it, Triton synchronizes all warps."""
     tiles = ()
-    for _ in gl.static_range(8):
+    for _ in gl.static_range(COUNT):
         tiles = tiles + (gl.allocate_shared_memory(kind, [C, C], layout),)
     return tiles
 
 
 @gluon.jit
 def load_tiles(descriptors, tiles, bar, row, column):
-    """Start the copies of q, a, k and b into tiles 0 to 3."""
-    mbarrier.expect(bar.index(0), 4 * descriptors[0].block_type.nbytes)
-    for n in gl.static_range(4):
+    """Start the copies of q, a, k and b, and of other tensors of tokens, into as many tiles."""
+    mbarrier.expect(bar.index(0), len(descriptors) * descriptors[0].block_type.nbytes)
+    for n in gl.static_range(len(descriptors)):
         async_load(descriptors[n], [row, column], bar.index(0), tiles[n])
 
 
 @gluon.jit
 def zero_tiles_from(tiles, left, layout: gl.constexpr):
-    """Zero the rows after the first ``left`` of tiles 0 to 3: they are padding or belong to another sequence."""
+    """Zero the rows after the first ``left`` of tiles: they are padding or belong to another sequence."""
     if left < C:
-        for n in gl.static_range(4):
+        for n in gl.static_range(len(tiles)):
             zero_rows_from(tiles[n], left, layout)
         meet()
 
@@ -205,7 +205,7 @@ def penstock_rwkv7_prepare_sm90(
         return
     row = (batch * T + begin).to(gl.int32)
     place = slot.to(gl.int64) * H + h
-    tiles = tiles_of(kind, half)
+    tiles = tiles_of(8, kind, half)
     n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     d_s = gl.allocate_shared_memory(gl.float32, [ROWS, GROUPS * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bar = barriers(1, 1)
@@ -218,7 +218,7 @@ def penstock_rwkv7_prepare_sm90(
     d = logarithms(g, (i < left) & (j < K))
     G = sums(d, tiles)
     mbarrier.wait(bar.index(0), 0)
-    zero_tiles_from(tiles, left, clean)
+    zero_tiles_from((tiles[0], tiles[1], tiles[2], tiles[3]), left, clean)
     store_factored(G, d, total + place * K + j, scale, tiles, n_s)
     at = (place * C).to(gl.int32)
     async_store(qr_tiles, [at, 0], tiles[0])

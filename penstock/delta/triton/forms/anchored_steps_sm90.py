@@ -1,0 +1,105 @@
+"""RWKV-7 on Hopper as steps of states, by ``sm90/anchored_steps.py``: all chunks at once, then one product a chunk; both passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ....gpu.forms import Form
+from ....gpu.hopper import Tile, absent
+from ....gpu.plan import Plan
+from ....tokens.gpu_calls import batch, sequences, tokens
+from ..calls import Backward, C, Call, Forward
+from . import anchored_sm90
+from .chunks import end, gradient, start
+
+WARPS = 8
+"""Of the gradients."""
+
+
+def _refuses(call: Call, **given: torch.Tensor | None) -> str | None:
+    """Such calls as ``anchored_sm90`` takes, with values of 64 channels."""
+    if call.anchored and call.V != C:
+        return f"V must be {C}, this is {call.V}"
+    return anchored_sm90.refuses(call, v=call.p.v, **given)
+
+
+def _refuses_backward(call: Backward) -> str | None:
+    return _refuses(call, d_output=call.d_output)
+
+
+def _steps(plan: Plan, call: Call) -> str:
+    """Add the memory of M, Q, W and decays of all chunks, and the launch that computes them. The name of Y or, for gradients, of T - I."""
+    from ..sm90 import anchored_steps
+
+    slots, H, K, solved = call.chunks(C), call.H, call.K, isinstance(call, Backward)
+    step, read = (plan.empty(name, slots, H, C, K, dtype=call.tile) for name in ("step", "read"))
+    write = plan.empty("write", slots, H, 2 * C, K, dtype=call.tile)
+    more = plan.empty("solved" if solved else "own", slots, H, C * (1 + solved), C, dtype=call.tile)
+    total = plan.empty("total", slots, H, K)
+    plan.launch(
+        anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
+        ("q", "a", "k", "b", "v", step, read, write, more, "g", total, "cu_seqlens"),
+        (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
+        K=K, PACKED=call.packed, SOLVED=solved,
+    )  # fmt: skip
+    return more
+
+
+def _chain(plan: Plan, call: Call, own: str, made: str, tile: Tile, final: str) -> None:
+    """Add the launch of the states of all chunks: ``made`` is the output or, without ``own``, the states before chunks."""
+    from ..sm90 import anchored_steps
+
+    first, steps = start(call)
+    plan.launch(
+        anchored_steps.penstock_rwkv7_chain_sm90, call.programs(sequences, 1),
+        ("step", "write", "read", own or "read", made, "total", first or "total", made, final or "total", "cu_seqlens"),
+        (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile),
+        K=C, INITIAL=first is not None, OUTPUT=own != "", PACKED=call.packed,
+    )  # fmt: skip
+
+
+def _forward(call: Forward) -> Plan:
+    """``output`` and ``final_state``."""
+    plan, H, K = Plan(), call.H, call.K
+    own = _steps(plan, call)
+    output = plan.empty("output", batch, tokens, H, K, dtype=call.p.v.dtype)
+    _chain(plan, call, own, output, Tile(C, K), plan.empty("final_state", sequences, H, K, K))
+    return plan
+
+
+def _backward(call: Backward) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``da``, ``db`` and ``d_initial_state``; with ``state_alone`` only the last."""
+    from ..sm90 import anchored_steps, anchored_steps_gradients
+
+    plan, p, H, K, slots = Plan(), call.p, call.H, call.K, call.chunks(C)
+    assert p.g is not None
+    solved = _steps(plan, call)
+    token, slot = Tile(C, K), Tile(C, K, 3)
+    if not call.state_alone:
+        _chain(plan, call, "", plan.empty("chunk_states", slots, H, K, K, dtype=call.tile), slot, "")
+    last, steps = end(call)
+    dS = plan.empty("d_chunk_states", slots, H, K, K, dtype=call.tile)
+    d_initial = plan.empty("d_initial_state", sequences, H, K, K)
+    plan.launch(
+        anchored_steps.penstock_rwkv7_chain_bwd_sm90, call.programs(sequences, 1),
+        ("step", "read", "d_output", dS, "total", last or d_initial, d_initial, "cu_seqlens"), (sequences, tokens, H, *steps), 4,
+        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed,
+    )  # fmt: skip
+    if call.state_alone:
+        return plan
+    names = ("dq", "dk", "dv", "da", "db")
+    made = tuple([gradient(plan, call, name, K, dtype=p.v.dtype if name == "dv" else p.q.dtype) for name in names])
+    dg = gradient(plan, call, "dg", K, dtype=p.g.dtype)
+    plan.launch(
+        anchored_steps_gradients.penstock_rwkv7_steps_bwd_sm90, call.programs(slots, 1),
+        ("v", "d_output", "q", "k", "a", "b", "chunk_states", dS, solved, *made, "g", "total", *made, dg, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("g")), WARPS, (*[token] * 6, *[slot] * 3, *[token] * 5), K=K, PACKED=call.packed,
+    )  # fmt: skip
+    return plan
+
+
+EXAMPLES = anchored_sm90.EXAMPLES[:1]
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_steps_sm90", _forward, absent, _refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("rwkv7_steps_bwd_sm90", _backward, absent, _refuses_backward, examples=EXAMPLES)
