@@ -9,7 +9,6 @@ is that of g, if the raw gate has one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ..call.declaration import Argument, Option, Options, Signature, Sizes, Wrong
+from ..call.validation import finite
 from ..errors import Complaints, ShapeError, shortened
 from ..tokens import declaration as tokens
 from ..tokens.decays import log_decay
@@ -126,7 +126,7 @@ def _bounded(g: Tensor, sizes: Sizes, options: Options, remedy: str) -> Wrong | 
     if wrong is not None or bound is None or not g.numel():
         return wrong
     lowest = g.amin()
-    if lowest >= lowest.new_tensor(bound):
+    if lowest >= lowest.new_tensor(max(bound, torch.finfo(g.dtype).min)):
         return None
     return Wrong(f"at least lower_bound = {bound}", str(lowest.item()), "Pass a bound of all of them, or none.")
 
@@ -192,7 +192,7 @@ def default_scale(sizes: Sizes, row: Variant) -> float:
 
 
 def _below_zero(value: Any) -> Wrong | None:
-    return None if -sys.float_info.max <= value < 0 else Wrong("finite and below 0", shortened(value))
+    return None if finite(value) is None and value < 0 else Wrong("finite and below 0", shortened(value))
 
 
 RAW_OPTIONS = (

@@ -187,7 +187,7 @@ def rwkv7(
         w is a raw gate: the log decay is ``-exp(-0.5) * sigmoid(w)``, as in models.
     lower_bound : float, optional
         What no log decay w is below, such as -0.6066 where w is ``-exp(-0.5) * sigmoid(raw)``. On a GPU it saves half of the time and more:
-        see "The bound of decays" in docs/delta.md. With ``raw_decay`` the bound is known.
+        see "The bound of decays" in docs/delta.md. With ``raw_decay`` it is None: the bound is known.
     <options>
 
     >>> import torch

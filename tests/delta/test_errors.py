@@ -44,6 +44,8 @@ WRONG = [
     ("rwkv7", {"lower_bound": 0.5, "w": -ONES}, ps.RangeError, "rwkv7: lower_bound must be finite and below 0, got 0.5."),
     ("rwkv7", {"lower_bound": "x"}, ps.DtypeError, "rwkv7: lower_bound must be a number or None, got 'x' of type str."),
     ("dplr", {"lower_bound": -0.6, "g": -ONES}, ps.RangeError, "dplr: g must be at least lower_bound = -0.6, got -1.0."),
+    ("dplr", {"lower_bound": float("nan")}, ps.RangeError, "dplr: lower_bound must be finite and below 0, got nan"),
+    ("rwkv7", {"lower_bound": -1e39, "w": -torch.inf * ONES}, ps.RangeError, "rwkv7: w must be at least lower_bound = -1e+39, got -inf."),
     ("rwkv7", {"lower_bound": -(10**400)}, ps.RangeError, "rwkv7: lower_bound must be finite and below 0, got -1000"),
     ("rwkv7", {"lower_bound": -0.6, "w": -ONES.to(torch.uint8)}, ps.DtypeError, "rwkv7: w must be"),
     ("rwkv7", {"lower_bound": -0.6, "w": -ONES.to_sparse()}, ps.DtypeError, "rwkv7: w must be a dense tensor"),
@@ -128,3 +130,12 @@ def test_bounds_in_every_form(variant, form):
     form(output, torch.full((B, T, H, K), -0.6))  # in float32 below the double precision number
     with pytest.raises(ps.RangeError, match=f"{variant}: {gate} must be at least lower_bound = -0.6, got -1.0. Pass a bound"):
         form(output, torch.full((B, T, H, K), -1.0))
+
+
+def test_a_bound_of_nan_in_a_graph_of_any_bound():
+    """A number of a compiled graph is symbolic."""
+    call = good("dplr", g=-0.5 * ONES)
+    function = torch.compile(lambda bound: ps.dplr(**call, lower_bound=bound).output, backend="eager", dynamic=True)
+    function(-0.7)
+    with pytest.raises(ps.RangeError, match="lower_bound must be finite and below 0, got nan"):
+        function(float("nan"))
