@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from canonical import Sequences, check
-from contract import check_results
+from contract import check_results, measured
 from cuts import CUTS, changed, followed
 from delta_cases import bounded_cases, gates, pooled_cases, raw_cases
 from deltas import KEYS, VARIANTS, Delta, PooledDelta
+
+from penstock.gpu.launch import trying
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -151,3 +153,33 @@ def test_outputs_before_a_cut_have_equal_bits(variant, D, dtype, raw, impl):
             for after in followed(case, impl):
                 found = case.call(changed(case, tensors, cut, after), impl).output
                 assert torch.equal(found[:, :cut], whole[:, :cut]), (cut, after)
+
+
+STEPS = "rwkv7_steps_sm90", "rwkv7_steps_bwd_sm90"
+"""Forms that other forms come before."""
+OF_STEPS = Delta("rwkv7", H=2, T=200, K=64, V=64, dtype=BFLOAT16, others=FLOAT32, raw=True)
+STEPS_CASES = [
+    *(replace(OF_STEPS, T=T) for T in (1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 700)),
+    *(replace(OF_STEPS, centre=centre) for centre in (-9.0, -5.0, 9.0, 60.0)),
+    *(replace(OF_STEPS, key=key, centre=-5.0) for key in KEYS),
+    *(replace(OF_STEPS, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (16, 16, 17), (3,) * 40, (0, 0))),
+    replace(OF_STEPS, H=9, state=False, scale=-0.3),
+    replace(OF_STEPS, v_factor=1e4, state_factor=1e5, upstream_factor=1e3),
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")
+@pytest.mark.parametrize("case", STEPS_CASES, ids=str)
+def test_steps_of_states(case):
+    """Results, equal bits in two calls, and before a cut."""
+    with trying({}, *STEPS) as planned:
+        check_results(case, "triton_chunkwise", DEVICE)
+        tensors = case.tensors(DEVICE)
+        first, again = (measured(case, "triton_chunkwise", DEVICE) for _ in range(2))
+        for name, x in first.items():
+            assert torch.equal(x, again[name]), name
+        for cut in CUTS if case.lengths is None else ():
+            for after in followed(case, "triton_chunkwise"):
+                found = case.call(changed(case, tensors, cut, after), "triton_chunkwise").output
+                assert torch.equal(found[:, :cut], first["output"][:, :cut]), (cut, after)
+    assert set(STEPS) <= planned
