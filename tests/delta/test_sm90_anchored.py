@@ -96,6 +96,23 @@ def test_later_tokens_change_no_bit(cut, form):
     assert torch.equal(run(form, case)["output"][:, :cut], run(form, case, changed)["output"][:, :cut])
 
 
+@pytest.mark.parametrize("final", [True, *slow(False)])
+@pytest.mark.parametrize("form", [BACKWARD, STEPS_BACK], ids=lambda form: form.name)
+def test_the_gradient_of_the_state_alone(form, final):
+    """By fewer launches, with the bits that it has beside the others."""
+    case = replace(OF, lengths=(70, 0, 130))
+    problem, (d_output, d_final) = contract.problem_of(case, case.tensors()), upstream(case)
+    computed, _ = inputs.differentiable(problem, False)
+    p, found = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()}), []
+    for alone in (False, True):
+        call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final if final else None, state_alone=alone)
+        plan = form.plan(call)
+        found.append((len(plan.launches), gluon.run(plan, given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, 0)))
+    (every, whole), (fewer, one) = found
+    assert fewer < every
+    assert torch.equal(one["d_initial_state"], whole["d_initial_state"])
+
+
 def test_values_of_any_size():
     """The tiles do not depend on values."""
     test_equal_the_oracle(FORWARD, replace(OF, V=24))
