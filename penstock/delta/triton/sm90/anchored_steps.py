@@ -56,6 +56,7 @@ def penstock_rwkv7_steps_sm90(
     gl.static_assert(K == C)
     gl.static_assert(gl.num_warps() == GROUPS)
     kind: gl.constexpr = q_tiles.dtype
+    half: gl.constexpr = q_tiles.layout
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.program_id(0) // H
@@ -65,8 +66,8 @@ def penstock_rwkv7_steps_sm90(
         return
     row = (batch * T + begin).to(gl.int32)
     place = slot.to(gl.int64) * H + h
-    tiles = tiles_of(8, kind, q_tiles.layout)
-    v_s, x_s, low_s, high_T, low_T = tiles_of(5, kind, q_tiles.layout)
+    tiles = tiles_of(8, kind, half)
+    v_s, x_s, low_s, high_T, low_T = tiles_of(5, kind, half)
     n_s = gl.allocate_shared_memory(gl.float32, [ROWS * ROWS, GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     d_s = gl.allocate_shared_memory(gl.float32, [ROWS, GROUPS * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bar = barriers(1, 1)
