@@ -23,7 +23,7 @@ from ..call.declaration import Argument, Option, Options, Signature, Sizes, Wron
 from ..call.validation import finite
 from ..errors import Complaints, ShapeError, shortened
 from ..tokens import declaration as tokens
-from ..tokens.decays import log_decay
+from ..tokens.decays import distinct, log_decay
 from ..tokens.packing import cu_seqlens, one_row
 from ..tokens.pools import POOL, SLOTS, own_row
 from ..tokens.problem import InPlace, OverSequences, TokenProblem
@@ -125,7 +125,7 @@ def _bounded(g: Tensor, sizes: Sizes, options: Options, remedy: str) -> Wrong | 
     wrong, bound = log_decay(g, sizes, options, remedy), options["lower_bound"]
     if wrong is not None or bound is None or not g.numel():
         return wrong
-    lowest = g.amin()
+    lowest = distinct(g).amin()
     if lowest >= lowest.new_tensor(max(bound, torch.finfo(g.dtype).min)):
         return None
     return Wrong(f"at least lower_bound = {bound}", str(lowest.item()), "Pass a bound of all of them, or none.")

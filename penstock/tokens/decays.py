@@ -17,9 +17,14 @@ FASTEST = -math.exp(-0.5)
 REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
 
+def distinct(x: Tensor) -> Tensor:
+    """X without the values that expanded axes repeat."""
+    return x[tuple([slice(None) if stride else slice(1) for stride in x.stride()])]
+
+
 def log_decay(g: Tensor, sizes: Sizes, options: Options, remedy: str = REMEDY) -> Wrong | None:
     """The rule for values of a decay. ``remedy``: what the message recommends."""
-    g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
+    g = distinct(g)
     if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates
         return None
     missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())

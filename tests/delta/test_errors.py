@@ -5,6 +5,7 @@ import torch
 from deltas import Delta, named
 
 import penstock as ps
+from penstock.delta.declaration import _bounded
 from penstock.delta.variants import VARIANTS
 
 B, T, H, K, V = 2, 5, 4, 3, 6
@@ -130,6 +131,13 @@ def test_bounds_in_every_form(variant, form):
     form(output, torch.full((B, T, H, K), -0.6))  # in float32 below the double precision number
     with pytest.raises(ps.RangeError, match=f"{variant}: {gate} must be at least lower_bound = -0.6, got -1.0. Pass a bound"):
         form(output, torch.full((B, T, H, K), -1.0))
+
+
+def test_values_of_expanded_decays_are_compared_once():
+    """A mask of all of them would not fit in memory."""
+    for bound, wrong in ((-0.5, True), (-2.0, False)):
+        found = _bounded(torch.tensor(-1.0).expand(2**20, 2**40), {}, {"lower_bound": bound}, "")
+        assert (found is not None) == wrong
 
 
 def test_a_bound_of_nan_in_a_graph_of_any_bound():

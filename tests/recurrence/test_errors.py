@@ -220,9 +220,9 @@ def test_nested_tensors(variant, layout):
 
 
 def test_values_of_expanded_decays_are_read_once():
-    assert log_decay(torch.tensor(-1.0).expand(2**20, 2**40), {}) is None
-    assert "a largest value of 1" in log_decay(torch.tensor(1.0).expand(2**60), {}).found
-    assert "NaN" in log_decay(torch.tensor([[-1.0], [torch.nan]]).expand(2, 2**60), {}).found
+    assert log_decay(torch.tensor(-1.0).expand(2**20, 2**40), {}, {}) is None
+    assert "a largest value of 1" in log_decay(torch.tensor(1.0).expand(2**60), {}, {}).found
+    assert "NaN" in log_decay(torch.tensor([[-1.0], [torch.nan]]).expand(2, 2**60), {}, {}).found
 
 
 @every_variant
