@@ -21,7 +21,7 @@ from .as_written import altered
 from .chains import Chain, ChainForm, launches, plain
 from .examples import Draw, examples
 from .linear import Linear, as_products, linear, map_after, product_dtype
-from .norms import RMSNorm
+from .norms import RMSNorm, rms_norm
 from .triton import launching, refusal
 
 
@@ -117,7 +117,7 @@ def _norm_as_written(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: flo
     """The norm, bitwise equal to ``nn.LayerNorm`` and ``RMSNorm``."""
     if centre:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
+    return rms_norm(x, weight, weight.shape, eps)
 
 
 def norm_formula(

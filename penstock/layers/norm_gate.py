@@ -53,7 +53,8 @@ def norm_gate(
     activation : "silu", "sigmoid" or "identity"
     added : Added, optional
 
-    Returns the result of the linear map for a Tensor [B,T,H*V].
+    Returns the result of the linear map for a Tensor [B,T,H*V] in the dtype of the gate. The norm may have parameters of another dtype, for
+    example float32 in layers of bfloat16.
     """
     weight, bias, eps = (getattr(norm, name, None) for name in ("weight", "bias", "eps"))
     why = refuses_group_norm(norm, x.shape[2]) if grouped else altered(norm, RMSNorm)  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ NORM_GATE: Chain[_NormGate, Tensor] = Chain(
 
 
 def norm_of_heads(x: Tensor, norm: nn.Module, *, grouped: bool) -> Tensor:
-    """The norm of heads x [B,T,H,V] by its module, [B,T,H*V], in the dtype of its weight."""
+    """The norm of heads x [B,T,H,V] by its module, [B,T,H*V], in the dtype of x. It is computed in that of its weight."""
     B, T, H, V = x.shape
     weight = getattr(norm, "weight", None)
     given = x if weight is None else x.to(weight.dtype)
@@ -181,14 +182,14 @@ def norm_of_heads(x: Tensor, norm: nn.Module, *, grouped: bool) -> Tensor:
         normed = torch.group_norm(given.reshape(B * T, H * V), norm.num_groups, weight, norm.bias, norm.eps)  # type: ignore[arg-type]
     else:
         normed = norm(given.reshape(B * T, H * V) if grouped else given)
-    return normed.view(B, T, H * V)
+    return normed.view(B, T, H * V).to(x.dtype)
 
 
 def norm_gate_formula(
     x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, share: Tensor | None = None, values: Tensor | None = None,
     then: Tensor | None = None, *, eps: float, centre: bool, activation: Gate = "silu",
 ) -> Tensor:  # fmt: skip
-    """``norm_gate`` of x, gate and values [R,H,V] and share [R,H], in the dtype of the weight.
+    """``norm_gate`` of x, gate and values [R,H,V] and share [R,H].
 
     ``then`` is the weight of a linear map of all heads.
     """
@@ -203,8 +204,6 @@ def norm_gate_formula(
 
 
 def _gated(normed: Tensor, gate: Tensor, added: Added | None, activation: Gate) -> Tensor:
-    """The gated norm; with ``added`` in the dtype of the values."""
-    factor = GATES[activation](gate)
-    if added is None:
-        return normed * factor
-    return ((normed + added.share[..., None] * added.values) * factor).to(added.values.dtype)
+    """The gated norm, in the dtype of the gate."""
+    total = normed if added is None else normed + added.share[..., None] * added.values
+    return (total * GATES[activation](gate)).to(gate.dtype)

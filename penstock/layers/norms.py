@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..call.autocast import autocasting
 from ..tokens.dtypes import state_dtype
 from .as_written import altered, remembered
 
 
 @remembered
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` in the dtype of its weight: under autocast in float32, as layer norms are."""
+    """``nn.RMSNorm`` in the dtype of its weight. Results have that of x, under autocast that of the weight, as those of layer norms."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,C] to the same shape."""
-        return super().forward(x if self.weight is None else x.to(self.weight.dtype))
+        return rms_norm(x, self.weight, self.normalized_shape, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float | None) -> Tensor:
+    """``RMSNorm``."""
+    if weight is None:
+        return F.rms_norm(x, shape, None, eps)
+    normed = F.rms_norm(x.to(weight.dtype), shape, weight, eps)
+    return normed if autocasting(x.device.type) else normed.to(x.dtype)
 
 
 def refuses_group_norm(norm: nn.GroupNorm, heads: int) -> str | None:

@@ -188,6 +188,29 @@ def test_half_precision(name: str) -> None:
         assert getattr(state, field, torch.zeros(1)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if any("norm" in one or "ln_x" in one for one, _ in mixer_of(name).named_modules())]
+)
+def test_norms_kept_in_float32(name: str, kernels: bool, request: pytest.FixtureRequest) -> None:
+    """Parameters of norms in layers of 16 bits: outputs, steps and gradients, by the formula and by kernels."""
+    mixer, x = mixer_of(name, torch.float16), inputs(2, LENGTH, dtype=torch.float16)
+    wanted = mixer(x)[0]
+    for place, module in mixer.named_modules():
+        if place.endswith(("norm", "ln_x")):
+            module.float()
+    if kernels:
+        request.getfixturevalue("kernels_on_a_cpu")
+    y, _ = mixer(x)
+    y.float().sum().backward()
+    with torch.no_grad():
+        steps = mixer.advance(x, mixer.initial_state(2, x))
+    for found in (y, steps):
+        assert found.dtype == torch.float16
+        assert error(found, wanted) < 0.01
+    assert all(one.grad is None or one.grad.dtype == one.dtype for one in mixer.parameters())
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_autocast(name: str) -> None:
     mixer, x = mixer_of(name, torch.float32), inputs(2, LENGTH, dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock.layers import Sequences
 from penstock.layers.arguments import mapped
-from penstock.layers.norms import GroupedRMSNorm
+from penstock.layers.norms import GroupedRMSNorm, RMSNorm
 from penstock.models import CausalLM, Config, gla, rwkv6
 from penstock.models.config import feed_forward_size
 
@@ -459,3 +459,22 @@ def test_feed_forward_sizes_of_published_models() -> None:
     assert feed_forward_size(2048) == 5632
     assert gla(vocab_size=5, hidden_size=2048, num_layers=1).channel.intermediate_size == 5632
     assert rwkv6(vocab_size=5, hidden_size=4096, num_layers=1).mixer.decay_rank == 128
+
+
+@pytest.mark.parametrize("name", [name for name, config in ARCHITECTURES.items() if not config.residual_in_float32])
+def test_norms_kept_in_float32(name: str) -> None:
+    """Of models of 16 bits: logits, prompts in pieces, and gradients in the dtypes of parameters. A float32 stream has the norms' dtype."""
+    model, ids = model_of(name, torch.bfloat16), torch.randint(13, (2, 7), generator=torch.Generator().manual_seed(1))
+    wanted = model(ids).logits
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, RMSNorm)):
+            module.float()
+    logits = model(ids).logits
+    assert logits.dtype == torch.bfloat16
+    assert error(logits, wanted) < 0.05
+    logits.float().square().mean().backward()
+    assert all(x.grad is None or x.grad.dtype == x.dtype for x in model.parameters())
+    pool = model.initial_state(2, max_length=9)
+    with torch.no_grad():
+        parts = [model.advance(part, pool) for part in ids.split((3, 4), 1)]
+    assert error(torch.cat(parts, 1), logits.detach()) < 0.05
