@@ -144,6 +144,16 @@ def load_chunk(tiles, rings, bars, first, H, c, chunks):
     load_rings(tiles, rings, bars, places, c, c < chunks)
 
 
+@gluon.jit
+def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
+    """Start the store of the output of chunk c, or of the state before it."""
+    K: gl.constexpr = made_s.shape[2]
+    if OUTPUT:
+        async_store(tiles, [token + c * C, h * K], made_s.index(c & 1))
+    else:
+        async_store(tiles, [((first + c * H) * C).to(gl.int32), 0], made_s.index(c & 1))
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_sm90(
     step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, N, T, H,
@@ -240,16 +250,6 @@ def penstock_rwkv7_chain_sm90(
     elif chunks > 0:
         store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
     tma.store_wait(0)
-
-
-@gluon.jit
-def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
-    """Start the store of the output of chunk c, or of the state before it."""
-    K: gl.constexpr = made_s.shape[2]
-    if OUTPUT:
-        async_store(tiles, [token + c * C, h * K], made_s.index(c & 1))
-    else:
-        async_store(tiles, [((first + c * H) * C).to(gl.int32), 0], made_s.index(c & 1))
 
 
 @gluon.jit
