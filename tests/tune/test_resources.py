@@ -136,6 +136,7 @@ print(len(set(distinct([small, large]).values())))
     assert done.stdout.split("\n")[:2] == ["[0, 0, 2, 3, 3, 0, 0]", "2"], done.stdout + done.stderr
 
 
+@needs_gluon
 def test_numbers_of_tokens_are_not_specialised_in_chains():
     """One code for any number of tokens: what is compiled ahead for few, with one block in a program, is what trains on many."""
     script = """
