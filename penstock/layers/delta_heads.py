@@ -149,7 +149,7 @@ class DeltaMixer(Mixer):
         output_map = last_map(self.o_proj, sequences)
         if gate is not None:
             return norm_gate(output, gate, self.norm, output_map, grouped=False, activation=self.gate)
-        y: Tensor = output_map(self.norm(output).to(output.dtype).flatten(-2))
+        y: Tensor = output_map(self.norm(output).flatten(-2))
         return y
 
 

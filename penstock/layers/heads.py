@@ -152,7 +152,7 @@ class HeadsMixer(Mixer):
         if self.heads.use_output_norm and gate is not None:
             return norm_gate(output, gate, self.norm, output_map, grouped=False)
         if self.heads.use_output_norm:
-            output = self.norm(output).to(output.dtype)
+            output = self.norm(output)
         elif gate is not None:
             return activated(gate, output.flatten(-2), "silu", output_map)
         y: Tensor = output_map(output.flatten(-2))

@@ -165,7 +165,7 @@ class SoftmaxAttention(Mixer):
         q, k, v = linears_of(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, D))
         if self.config.qk_norm:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.config.rope_theta is not None:
             cos, sin = rotary(positions, D, self.config.rope_theta, state_dtype(q.dtype))
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)

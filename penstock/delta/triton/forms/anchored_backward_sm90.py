@@ -18,9 +18,7 @@ WARPS = 8
 
 def refuses(call: Backward) -> str | None:
     """Such calls as the forward pass takes, with values of 64 channels."""
-    if call.anchored and call.V != C:
-        return f"V must be {C}, this is {call.V}"
-    return anchored_sm90.refuses(call, v=call.p.v, d_output=call.d_output)
+    return anchored_sm90.refuses_values(call, d_output=call.d_output)
 
 
 def _gradients(plan: Plan, call: Backward) -> None:

@@ -38,6 +38,13 @@ def refuses(call: Call, **given: Tensor | None) -> str | None:
     return None
 
 
+def refuses_values(call: Call, **given: Tensor | None) -> str | None:
+    """The same for kernels that read v, of 64 channels, and ``given``."""
+    if call.anchored and call.V != C:
+        return f"V must be {C}, this is {call.V}"
+    return refuses(call, v=call.p.v, **given)
+
+
 def tiles(plan: Plan, call: Call) -> None:
     """Add the memory of ``chunks.prepared`` and the launch that computes it. T - I is for gradients: a forward pass has none."""
     from ..sm90 import anchored_prepare

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C, Call, Forward
-from . import anchored_sm90
+from . import anchored_backward_sm90, anchored_sm90
 from .chunks import end, gradient, start
 
 WARPS = 8
 """Of the gradients."""
-
-
-def _refuses(call: Call, **given: torch.Tensor | None) -> str | None:
-    """Such calls as ``anchored_sm90`` takes, with values of 64 channels."""
-    if call.anchored and call.V != C:
-        return f"V must be {C}, this is {call.V}"
-    return anchored_sm90.refuses(call, v=call.p.v, **given)
-
-
-def _refuses_backward(call: Backward) -> str | None:
-    return _refuses(call, d_output=call.d_output)
 
 
 def _steps(plan: Plan, call: Call) -> str:
@@ -101,5 +88,9 @@ def _backward(call: Backward) -> Plan:
 
 
 EXAMPLES = anchored_sm90.EXAMPLES[:1]
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_steps_sm90", _forward, absent, _refuses, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("rwkv7_steps_bwd_sm90", _backward, absent, _refuses_backward, examples=EXAMPLES)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form(
+    "rwkv7_steps_sm90", _forward, absent, anchored_sm90.refuses_values, examples=EXAMPLES
+)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
+    "rwkv7_steps_bwd_sm90", _backward, absent, anchored_backward_sm90.refuses, examples=EXAMPLES
+)
