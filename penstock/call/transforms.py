@@ -16,9 +16,10 @@ from torch import Tensor
 from ..errors import Complaints, RangeError
 from . import private
 from .autocast import no_autocast
-from .declaration import Argument, Options, Signature, Sizes
+from .declaration import Argument, Signature
 from .declared import Declared
 from .derivatives import Tensors
+from .validation import check_values
 
 Call: TypeAlias = "tuple[Declared[Any], Signature, tuple[Any, ...], str]"
 """Operator, signature, options and implementation."""
@@ -36,7 +37,7 @@ def run(operator: Declared[Any], signature: Signature, tensors: Tensors, options
         problem = operator.checked(signature.function, tensors, options)
         if impl != "auto":
             operator.family.choose(problem.whole, operator.mode, str(impl))  # raises if that implementation refuses the call
-        _check_values(signature, tensors, problem.sizes, operator.by_name(options))
+        check_values(signature, tensors, problem.sizes, operator.by_name(options), _inside)
         with no_autocast(tensors[0]):
             results: Tensors = operator.differentiable(problem)  # type: ignore[misc]
     else:
@@ -44,15 +45,9 @@ def run(operator: Declared[Any], signature: Signature, tensors: Tensors, options
     return operator.asked_for(results, options)
 
 
-def _check_values(signature: Signature, tensors: Tensors, sizes: Sizes, options: Options) -> None:
-    """On a CPU, what ``validation.check_values`` checks outside of transforms."""
-    complaints = Complaints(signature.function)
-    for argument, x in zip(signature.arguments, tensors):
-        plain = None if x is None or argument.values is None or x.device.type != "cpu" else private.inside_transforms(x)
-        wrong = None if plain is None or argument.values is None else argument.values(plain, sizes, options)
-        if wrong is not None:
-            complaints.add(RangeError, argument.public, *wrong)
-    complaints.raise_any()
+def _inside(argument: Argument, x: Tensor) -> Tensor | None:
+    """On a CPU, the tensor that transforms wrap, for ``check_values``."""
+    return private.inside_transforms(x) if x.device.type == "cpu" else None
 
 
 class _Forward(torch.autograd.Function):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from ..errors import Complaints, DeviceError, DtypeError, PenstockWarning, RangeError, ShapeError, described, shortened
 from . import private
 from .declaration import Argument, Option, Options, Signature, Sizes, Wrong
+
+Read: TypeAlias = Callable[[Argument, Tensor], Tensor | None]
+"""The tensor of an argument whose values are checked, or None."""
 
 _checking_values: ContextVar[bool] = ContextVar("penstock_checks", default=False)
 
@@ -191,19 +194,26 @@ def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes
     warnings.warn(f"{signature.function}: the tensors have {named}. {remedy}", PenstockWarning, stacklevel=level)
 
 
-def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options) -> None:
-    """Raise if values break a rule; shapes, dtypes and devices are known to be right."""
+def readable(argument: Argument, x: Tensor) -> Tensor | None:
+    """A tensor whose values are checked, or None: see ``reads_values`` and ``known_values``."""
+    return x.detach() if argument.name != _known.get() and reads_values(x) else None
+
+
+def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options, read: Read = readable) -> None:
+    """Raise if values break a rule; shapes, dtypes and devices are known to be right. ``read``: see ``readable``."""
     complaints = Complaints(signature.function)
-    _check_values(complaints, signature, tensors, sizes, options)
+    _check_values(complaints, signature, tensors, sizes, options, read)
     complaints.raise_any()
 
 
-def _check_values(complaints: Complaints, signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options) -> None:
+def _check_values(
+    complaints: Complaints, signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, options: Options, read: Read = readable
+) -> None:  # fmt: skip
     for argument, x in zip(signature.arguments, tensors):
-        if argument.values is not None and x is not None and argument.name != _known.get() and reads_values(x):
-            wrong = argument.values(x.detach(), sizes, options)
-            if wrong is not None:
-                complaints.add(RangeError, argument.public, *wrong)
+        plain = read(argument, x) if argument.values is not None and x is not None else None
+        wrong = argument.values(plain, sizes, options) if argument.values is not None and plain is not None else None
+        if wrong is not None:
+            complaints.add(RangeError, argument.public, *wrong)
 
 
 def _check_absent(complaints: Complaints, argument: Argument, sizes: dict[str, int]) -> None:
