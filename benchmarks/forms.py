@@ -1,6 +1,6 @@
 """Times forms of a call on one GPU beside those that are taken, in one run: GPU time of replayed graphs, peak memory, errors.
 
-    python benchmarks/forms.py rwkv7 --shape 8,2048,32,64 --raw --forms rwkv7_steps_sm90,rwkv7_steps_bwd_sm90 [--mode fwd] [--json FILE]
+    python benchmarks/forms.py rwkv7 --shape 8,2048,32,64 --raw --forms delta_chunks,delta_chunks_bwd [--mode fwd] [--json FILE]
 
 Each version is first compared with the float64 token loop, as ``penstock bench`` does. ``--forms`` may be repeated: a version each. Bits of
 a version are compared between two calls.
@@ -63,14 +63,14 @@ def main() -> None:
             if isinstance(replay, str):
                 print("   not captured:", replay)
                 continue
-            versions.append((row, replay))
+            versions.append((row, replay, call))  # the graph reads tensors that the call holds
         del exact
         copy = clock.captured(copy_of(x, mode), device)
         assert not isinstance(copy, str)
-        taken = clock.in_turn([copy.replay, *(replay.replay for _, replay in versions)], device, given.seconds)
+        taken = clock.in_turn([copy.replay, *(replay.replay for _, replay, _ in versions)], device, given.seconds)
         floor = statistics.median(taken[0]) / copy.calls
         print(f"{mode} copy {floor:.3f} ms, {moved_bytes(x, mode) / floor / 1e9:.2f} TB/s")
-        for (row, replay), samples in zip(versions, taken[1:]):
+        for (row, replay, _), samples in zip(versions, taken[1:]):
             times = [one / replay.calls for one in samples]
             first, _, third = statistics.quantiles(times, n=4)
             rows.append(row | {"ms": statistics.median(times), "quartiles": [first, third], "copy, ms": floor})

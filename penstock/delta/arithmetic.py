@@ -35,7 +35,7 @@ class Arithmetic(NamedTuple):
     left: Callable[[Tensor, Tensor], Tensor]
     """T x"""
     stored: Callable[[Tensor], Tensor]
-    """States and their gradients as they are kept between passes."""
+    """States, their gradients, dv and what is written, as they are kept between passes."""
 
 
 EXACT = Arithmetic(torch.matmul, _solved_right, _solved_transposed, _solved_left, lambda x: x)

@@ -159,7 +159,7 @@ def _gradients_of_block(
         found |= {"k": of_columns[1], "v": dv, "a": da, "b": of_columns[0]}
     else:
         W = p.R + product(_times(a, p.reada), before) + product(p.A.a[0], U)
-        found |= {"k": of_columns[0] - da, "v": Y, "beta": (Z * W).sum(-1, keepdim=True)}
+        found |= {"k": of_columns[0] - da, "v": Y, "beta": (by.stored(Z) * by.stored(W)).sum(-1, keepdim=True)}
     if g is not None:
         assert p.total is not None
         assert of.g is not None

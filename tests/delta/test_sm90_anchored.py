@@ -13,7 +13,7 @@ from sampling import every, slow
 
 from penstock.delta import inputs
 from penstock.delta.triton.calls import Backward, Forward
-from penstock.delta.triton.forms import anchored_backward_sm90, anchored_sm90, anchored_steps_sm90
+from penstock.delta.triton.forms import anchored_sm90
 
 pytestmark = EMULATED
 NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
@@ -30,10 +30,8 @@ CASES = [
 ]
 
 
-FORWARD = anchored_sm90.FORWARD
-BACKWARD = anchored_backward_sm90.BACKWARD
-STEPS, STEPS_BACK = anchored_steps_sm90.FORWARD, anchored_steps_sm90.BACKWARD
-FORMS = pytest.mark.parametrize("form", [FORWARD, BACKWARD, STEPS, STEPS_BACK], ids=lambda form: form.name)
+FORWARD, BACKWARD = anchored_sm90.FORWARD, anchored_sm90.BACKWARD
+FORMS = pytest.mark.parametrize("form", [FORWARD, BACKWARD], ids=lambda form: form.name)
 
 
 def run(form, case, drawn=None, d_output=None, d_final=None, seed=0):
@@ -44,10 +42,10 @@ def run(form, case, drawn=None, d_output=None, d_final=None, seed=0):
     problem = contract.problem_of(case, case.tensors() if drawn is None else drawn)
     computed, pull = inputs.differentiable(problem, False)
     p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
-    call = Forward.of(p, H200) if form in (FORWARD, STEPS) else Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
+    call = Forward.of(p, H200) if form is FORWARD else Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
     assert form.refusal(call) is None
     found = gluon.run(form.plan(call), given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
-    if form in (FORWARD, STEPS):
+    if form is FORWARD:
         return {name: found[name] for name in ("output", "final_state")}
     found["draw"] = pull({"g": found["dg"]})["raw"]
     return {f"d{name}": found["d_" + name if name == "initial_state" else "d" + name] for name in NAMES}
@@ -84,21 +82,19 @@ def test_packed_neighbours_change_no_bit(form, name):
         assert torch.equal(x[of], after[n][of]), n
 
 
-@pytest.mark.parametrize("form", [FORWARD, STEPS], ids=lambda form: form.name)
 @pytest.mark.parametrize("cut", [37, *slow(1, 64, 65)])
-def test_later_tokens_change_no_bit(cut, form):
+def test_later_tokens_change_no_bit(cut):
     """Outputs before a cut."""
     case = replace(OF, T=130)
     drawn, other = case.tensors(), replace(case, centre=9.0, v_factor=1e9).tensors()
     changed = dict(drawn)
     for name in ("q", "k", "v", "a", "b", "raw"):
         changed[name] = torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1)
-    assert torch.equal(run(form, case)["output"][:, :cut], run(form, case, changed)["output"][:, :cut])
+    assert torch.equal(run(FORWARD, case)["output"][:, :cut], run(FORWARD, case, changed)["output"][:, :cut])
 
 
 @pytest.mark.parametrize("final", [True, *slow(False)])
-@pytest.mark.parametrize("form", [BACKWARD, STEPS_BACK], ids=lambda form: form.name)
-def test_the_gradient_of_the_state_alone(form, final):
+def test_the_gradient_of_the_state_alone(final):
     """By fewer launches, with the bits that it has beside the others."""
     case = replace(OF, lengths=(70, 0, 130))
     problem, (d_output, d_final) = contract.problem_of(case, case.tensors()), upstream(case)
@@ -106,24 +102,19 @@ def test_the_gradient_of_the_state_alone(form, final):
     p, found = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()}), []
     for alone in (False, True):
         call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final if final else None, state_alone=alone)
-        plan = form.plan(call)
+        plan = BACKWARD.plan(call)
         found.append((len(plan.launches), gluon.run(plan, given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, 0)))
     (every, whole), (fewer, one) = found
     assert fewer < every
     assert torch.equal(one["d_initial_state"], whole["d_initial_state"])
 
 
-def test_values_of_any_size():
-    """The tiles do not depend on values."""
-    test_equal_the_oracle(FORWARD, replace(OF, V=24))
-
-
 @pytest.mark.parametrize(
     ("case", "target", "reason"),
     [
         (OF, A100, "sm_90"),
-        (replace(OF, K=32), H200, "K must be 64, this is 32"),
-        (replace(OF, V=128), H200, "V must be 64, this is 128"),
+        (replace(OF, K=32), H200, "K and V must be 64, these are 32 and 64"),
+        (replace(OF, V=128), H200, "K and V must be 64, these are 64 and 128"),
         (replace(OF, dtype=torch.float16), H200, "one anchor in 64 tokens"),
         (replace(OF, raw=False), H200, "one anchor in 64 tokens"),
         (replace(OF, variant="kda", bound=-0.5), H200, "two streams"),
@@ -136,7 +127,5 @@ def test_reasons(case, target, reason):
     d_output, d_final = upstream(case)
     problem = contract.problem_of(case, case.tensors())
     p = inputs.of_every_head(inputs.canonical(problem, inputs.uncomputed(problem, False)))
-    for form in (BACKWARD, STEPS_BACK):
-        assert reason in str(form.refusal(Backward.of(p, target, d_output=d_output, d_final_state=d_final)))
-    for form in (FORWARD,) * (case.V == OF.V) + (STEPS,):
-        assert reason in str(form.refusal(Forward.of(p, target)))
+    assert reason in str(BACKWARD.refusal(Backward.of(p, target, d_output=d_output, d_final_state=d_final)))
+    assert reason in str(FORWARD.refusal(Forward.of(p, target)))

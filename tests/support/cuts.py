@@ -19,7 +19,11 @@ def scaled(factor: float, names: str = "qkv") -> Change:
 def decayed(least: float, most: float) -> Change:
     """Log decays, and raw gates of the opposite sign."""
     signs = {"g": 1, "raw": -1}
-    return lambda name, x: signs[name] * torch.linspace(least, most, x.numel()).view(x.shape) if name in signs else x
+
+    def change(name: str, x: Tensor) -> Tensor:
+        return signs[name] * torch.linspace(least, most, x.numel(), device=x.device).view(x.shape) if name in signs else x
+
+    return change
 
 
 FORGOTTEN = {"g": -torch.inf, "raw": torch.inf}

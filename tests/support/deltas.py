@@ -1,6 +1,7 @@
 """Calls of the delta rule: inputs, results of the oracle, and error budgets."""
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.call.derivatives import gradients_of
+from penstock.call.implementation import Mode
 from penstock.delta import reference, rounded
 from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE, DELTA, FAMILY
@@ -192,19 +194,29 @@ SERIAL = ("reference", "cpu")
 
 
 def allowed(case: Delta, impl: str) -> dict[str, float]:
-    """What rounding of operands adds to the budget: twice the error of the formula with rounded operands.
+    """What rounding of operands adds to the budget; of gradients, by the operands of the backward pass."""
+    found, of_gradients = (of_operands(case, impl, mode) for mode in (case.operator.mode, "backward"))
+    return found | {name: x for name, x in of_gradients.items() if name.startswith("d")}
+
+
+def of_operands(case: Delta, impl: str, mode: Mode) -> dict[str, float]:
+    """Twice the error of the formula with rounded operands.
 
     Of operands that are rounded to fewer bits; and of the matrices of pairs, whose inverse amplifies the errors of their sums. A sum of K
-    float32 products is off by about sqrt(K) roundings, one over the tokens of a chunk by 8. This matters for correlated keys only, such as
-    normalised keys of one channel, which are 1 or -1.
-    Kernels that round nothing else get normalised q and k in the dtype of q.
+    float32 products is off by about sqrt(K) roundings, one over the tokens of a chunk by 8. This matters for correlated keys and for beta
+    beyond 1 only. Correlated are normalised keys of one channel, too, which are 1 or -1.
+    Kernels that round nothing else get normalised q and k in the dtype of q. Kernels that divide by beta take 2^-100 for 0.
+    TF32 products cut operands off instead of rounding them: they are as far off as when rounded to one bit fewer.
     """
-    bits = FAMILY.named(impl).operands(case.dtype, case.operator.mode)
+    bits = FAMILY.named(impl).operands(case.dtype, mode)
     if bits is not None:
-        return {name: 2 * x for name, x in rounding_errors(case, bits).items()}
+        errors = rounding_errors(case, bits - (bits == rounded.FLOAT16 and case.row.streams == 2))
+        least = errors_of_least_beta(case) if case.row.streams == 1 else {}
+        return {name: 2 * (x + least.get(name, 0.0)) for name, x in errors.items()}
     if impl in TRITON and case.raw and case.row.streams == 1 and case.dtype.itemsize == 2:
         return {name: 2 * x for name, x in rounding_errors(case, None).items()}
-    if (case.key == "random" and case.K > 1) or impl in SERIAL or case.dtype == torch.float64:
+    mild = case.key == "random" and case.K > 1 and (case.beta is None or case.beta <= 1)
+    if mild or impl in SERIAL or case.dtype == torch.float64:
         return {}
     return {name: 2 * (case.K**0.5 + 8) * x for name, x in rounding_errors(case, FLOAT32_BITS).items()}
 
@@ -217,11 +229,27 @@ def of_rounded_keys(problem: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @cache
 def rounding_errors(case: Delta, bits: int | None) -> dict[str, float]:
-    """Frobenius norms of the errors of all results, the largest of all draws. ``bits``: of operands, or None for those of q and k alone."""
+    """The largest errors of all draws. ``bits``: of operands, or None for those of q and k alone."""
+    return errors(case, [partial(of_rounded_keys, dtype=case.dtype)] if bits is None else rounded.formulas(bits))
+
+
+@cache
+def errors_of_least_beta(case: Delta) -> dict[str, float]:
+    """Of 2^-100 in place of beta, where beta of all tokens is 0."""
+    beta = draw(case)["beta"]
+    return {} if beta is None or case.raw or beta.any() else errors(case, [of_least_beta])
+
+
+def of_least_beta(problem: Any) -> tuple[Tensor, Tensor]:
+    return reference.exact(problem.with_tensors({"beta": problem.beta + 2.0**-100}))
+
+
+def errors(case: Delta, formulas: Sequence[Callable[[Any], tuple[Tensor, ...]]]) -> dict[str, float]:
+    """Frobenius norms of the errors of all results, the largest of all formulas."""
     tensors = {name: None if x is None else x.double() for name, x in draw(case).items()}
     problem, wanted = contract.problem_of(case, {"cu_seqlens": offsets(case)} | tensors), oracle(case)
     names, found = [f"d{one.name}" for one in problem.signature.arguments if one.gradient], dict[str, float]()
-    for formula in [partial(of_rounded_keys, dtype=case.dtype)] if bits is None else rounded.formulas(bits):
+    for formula in formulas:
         with torch.no_grad():
             results = dict(zip(("output", "final_state"), formula(problem)))
         results |= dict(zip(names, gradients_of(formula, problem, [d.double() for d in upstream(case)])))

@@ -17,7 +17,7 @@ from ...tokens.empty import nothing
 from ..declaration import DeltaTokens
 from . import plan
 from .calls import Backward, Call, Forward, InPlace
-from .forms import anchored_backward_sm90, anchored_sm90, chunks, segments
+from .forms import anchored_sm90, chunks, segments
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
 BACKWARD: tuple[Part, ...] = (("backward", CHUNK_BACKWARD),)
@@ -30,7 +30,7 @@ RECURRENT: dict[Mode, tuple[Part, ...]] = {
 """The ordered lists of an implementation, by mode. In place, pieces come first if there are any."""
 PORTABLE = (
     chunks.FORWARD, chunks.BACKWARD, chunks.PIECES, segments.FORWARD, segments.BACKWARD, anchored_sm90.FORWARD,
-    anchored_backward_sm90.BACKWARD,
+    anchored_sm90.BACKWARD,
 )  # fmt: skip
 """Forms whose pairs follow ``Call.low``."""
 CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}

@@ -46,7 +46,7 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
         narrow = KernelConfig(8, BV=config("walk", K, V, precision, target).BV, BJ=power(K, LEAST))
         return narrow if K <= NARROW else KernelConfig(8, BV=32, BJ=16)
     if K > NARROW and kernel in ("walk", "walk_backward"):
-        return _wide(precision, target)
+        return _wide(kernel, precision, target)
     if target.amd:
         small = kernel in ("prepare", "prepare_anchored", "gradients")
         return KernelConfig(4 if small else 8, BJ=32 if small else LEAST)
@@ -71,11 +71,12 @@ def _of_registers(kernel: str, precision: str) -> KernelConfig:
     return KernelConfig(8, BV=32 if kernel == "scalar_gradients" else LEAST, BJ=32)
 
 
-def _wide(precision: str, target: Target) -> KernelConfig:
+def _wide(kernel: str, precision: str, target: Target) -> KernelConfig:
     """Sizes of a walk with a state of more than ``NARROW`` key channels.
 
     sm_100: larger accumulators do not fit its 512 columns of tensor memory. sm_80: without a limit of registers ptxas takes 32 for operands
-    of 32 bits and spills 9 KB; with a limit of 255 it spills 2.
+    of 32 bits and spills 9 KB; with a limit of 255 it spills 2. sm_90: backward, two streams with blocks of 64 need 256 KB of shared memory
+    for float32.
     """
     registers = from_registers(target)
     if precision == "bf16":
@@ -84,4 +85,4 @@ def _wide(precision: str, target: Target) -> KernelConfig:
         return KernelConfig(8, BV=16, registers=255)
     if tensor_memory(target):
         return KernelConfig(8, BV=32 if precision == "tf32" else 16)
-    return KernelConfig(8, BV=16 if registers else LEAST)
+    return KernelConfig(8, BV=16 if registers else 32 if kernel == "walk_backward" and precision == "tf32x3" else LEAST)

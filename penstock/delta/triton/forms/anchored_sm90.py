@@ -1,4 +1,4 @@
-"""The forward pass of RWKV-7 on Hopper where a chunk has one anchor: tiles by ``sm90/anchored_prepare.py``, then the portable walk."""
+"""RWKV-7 on Hopper where a chunk has one anchor, as steps of states: all chunks at once, then one product a chunk; both passes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
-from ....tokens.gpu_calls import sequences, tokens
+from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C, Call, Forward
-from . import chunks, segments
+from .chunks import end, gradient, start
+
+WARPS = 8
+"""Of the gradients."""
 
 ROWS = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
 
 def refuses(call: Call, **given: Tensor | None) -> str | None:
-    """Two streams in bfloat16, 64 key channels, one anchor in a chunk, and tensors that TMA can copy: q, k, a, b and ``given``."""
+    """Two streams in bfloat16, heads of 64, one anchor in a chunk, and tensors that TMA can copy: q, k, v, a, b and ``given``."""
     p = call.p
     if not call.anchored:
         return "it computes two streams whose decays have one anchor in 64 tokens"
     if p.groups:
         return "it takes q, k, a and b of every head of v"
-    if call.K != C:
-        return f"K must be {C}, this is {call.K}"
+    if call.K != C or call.V != C:
+        return f"K and V must be {C}, these are {call.K} and {call.V}"
     if not 0 < p.sizes["B"] * p.sizes["T"] * call.H < ROWS:
         return f"it takes up to 2**31 tokens of all heads, this call has {p.sizes['B'] * p.sizes['T'] * call.H}"
-    for name, x in {"q": p.q, "k": p.k, "a": p.a, "b": p.b, **given}.items():
+    for name, x in {"q": p.q, "k": p.k, "v": p.v, "a": p.a, "b": p.b, **given}.items():
         if x is not None and x.dtype != torch.bfloat16:
             return f"it takes bfloat16, {name} is {x.dtype}"
         if x is not None and not tiled(x):
@@ -38,38 +41,80 @@ def refuses(call: Call, **given: Tensor | None) -> str | None:
     return None
 
 
-def refuses_values(call: Call, **given: Tensor | None) -> str | None:
-    """The same for kernels that read v, of 64 channels, and ``given``."""
-    if call.anchored and call.V != C:
-        return f"V must be {C}, this is {call.V}"
-    return refuses(call, v=call.p.v, **given)
-
-
-def tiles(plan: Plan, call: Call) -> None:
-    """Add the memory of ``chunks.prepared`` and the launch that computes it. T - I is for gradients: a forward pass has none."""
-    from ..sm90 import anchored_prepare
+def _steps(plan: Plan, call: Call) -> str:
+    """Add the memory of M, Q, W and decays of all chunks, and the launch that computes them. The name of Y or, for gradients, of T - I."""
+    from ..sm90 import anchored_steps
 
     slots, H, K, solved = call.chunks(C), call.H, call.K, isinstance(call, Backward)
-    late = plan.empty("late", slots, H, 2 * C, C, dtype=call.tile)
-    ap = plan.empty("ap", slots, H, C, C, dtype=call.tile)
-    bt, qr, ar, kr = (plan.empty(name, slots, H, C, K, dtype=call.tile) for name in ("bt", "qr", "ar", "kr"))
+    step, read = (plan.empty(name, slots, H, C, K, dtype=call.tile) for name in ("step", "read"))
+    write = plan.empty("write", slots, H, 2 * C, K, dtype=call.tile)
+    more = plan.empty("solved" if solved else "own", slots, H, C * (1 + solved), C, dtype=call.tile)
     total = plan.empty("total", slots, H, K)
-    T = plan.empty("solved", slots, H, C, C) if solved else "q"
-    token, slot = Tile(C, K), Tile(C, K, 3)
     plan.launch(
-        anchored_prepare.penstock_rwkv7_prepare_sm90, call.programs(slots, 1),
-        ("q", "a", "k", "b", late, ap, bt, qr, ar, kr, "g", T, total, "cu_seqlens"),
-        (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[token] * 4, *[slot] * 6),
-        writes=(late, ap, bt, qr, ar, kr, total, *[T] * solved), K=K, PACKED=call.packed, SOLVED=solved,
+        anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
+        ("q", "a", "k", "b", "v", step, read, write, more, "g", total, "cu_seqlens"),
+        (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
+        K=K, PACKED=call.packed, SOLVED=solved,
+    )  # fmt: skip
+    return more
+
+
+def _chain(plan: Plan, call: Call, own: str, made: str, tile: Tile, final: str) -> None:
+    """Add the launch of the states of all chunks: ``made`` is the output or, without ``own``, the states before chunks."""
+    from ..sm90 import anchored_chain
+
+    first, steps = start(call)
+    plan.launch(
+        anchored_chain.penstock_rwkv7_chain_sm90, call.programs(sequences, 1),
+        ("step", "write", "read", own or "read", made, "total", first or "total", made, final or "total", "cu_seqlens"),
+        (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile),
+        K=C, INITIAL=first is not None, OUTPUT=own != "", PACKED=call.packed,
     )  # fmt: skip
 
 
 def _forward(call: Forward) -> Plan:
-    """``output`` and ``final_state``, by segments where these fill the GPU."""
-    by = segments.forward if segments.avoids(call) is None else chunks.forward
-    return by(call, tiles)
+    """``output`` and ``final_state``."""
+    plan, H, K = Plan(), call.H, call.K
+    own = _steps(plan, call)
+    output = plan.empty("output", batch, tokens, H, K, dtype=call.p.v.dtype)
+    _chain(plan, call, own, output, Tile(C, K), plan.empty("final_state", sequences, H, K, K))
+    return plan
+
+
+def _backward(call: Backward) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``da``, ``db`` and ``d_initial_state``; with ``state_alone`` only the last."""
+    from ..sm90 import anchored_chain, anchored_gradients
+
+    plan, p, H, K, slots = Plan(), call.p, call.H, call.K, call.chunks(C)
+    assert p.g is not None
+    solved = _steps(plan, call)
+    token, slot = Tile(C, K), Tile(C, K, 3)
+    if not call.state_alone:
+        _chain(plan, call, "", plan.empty("chunk_states", slots, H, K, K, dtype=call.tile), slot, "")
+    last, steps = end(call)
+    dS = plan.empty("d_chunk_states", slots, H, K, K, dtype=call.tile)
+    d_initial = plan.empty("d_initial_state", sequences, H, K, K)
+    plan.launch(
+        anchored_chain.penstock_rwkv7_chain_bwd_sm90, call.programs(sequences, 1),
+        ("step", "read", "d_output", dS, "total", last or d_initial, d_initial, "cu_seqlens"), (sequences, tokens, H, *steps), 4,
+        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed,
+    )  # fmt: skip
+    if call.state_alone:
+        return plan
+    names = ("dq", "dk", "dv", "da", "db")
+    made = tuple([gradient(plan, call, name, K, dtype=p.v.dtype if name == "dv" else p.q.dtype) for name in names])
+    dg = gradient(plan, call, "dg", K, dtype=p.g.dtype)
+    plan.launch(
+        anchored_gradients.penstock_rwkv7_gradients_sm90, call.programs(slots, 1),
+        ("v", "d_output", "q", "k", "a", "b", "chunk_states", dS, solved, *made, "g", "total", *made, dg, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("g")), WARPS, (*[token] * 6, *[slot] * 3, *[token] * 5), K=K, PACKED=call.packed,
+    )  # fmt: skip
+    return plan
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 64, "V": 64}
-EXAMPLES = tuple(Example("rwkv7", torch.bfloat16, SIZES | {"V": V}, ("g",)) for V in (64, 40))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
+EXAMPLES = (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_sm90", _forward, absent, refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
+    "rwkv7_bwd_sm90", _backward, absent, lambda call: refuses(call, d_output=call.d_output), examples=EXAMPLES
+)

@@ -115,16 +115,12 @@ def start(call: Call) -> State:
     return NOTHING if state is None else ("initial_state", state.stride())
 
 
-Tiles = Callable[[Plan, Call], None]
-"""Adds the memory of tiles that depend on no states and the launch that computes them, as ``prepared``."""
-
-
-def forward(call: Forward, tiles: Tiles = prepared) -> Plan:
+def forward(call: Forward) -> Plan:
     """``output`` and ``final_state``."""
     plan = Plan(keeps=True)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
-    tiles(plan, call)
+    prepared(plan, call)
     walked(plan, call, sequences, start(call), output, final, keep=False)
     return plan
 
@@ -134,18 +130,18 @@ def gradient(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.d
     return plan.empty(name, batch, tokens, call.H, *shape, dtype=dtype) if needed else "q"
 
 
-def backward(call: Backward, gradients: Callable[[Plan, Backward], None] | None = None, tiles: Tiles = prepared) -> Plan:
+def backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again.
 
-    With ``state_alone`` only ``d_initial_state``, which depends on no states. ``gradients``: in place of ``gradients_of_chunks``.
+    With ``state_alone`` only ``d_initial_state``, which depends on no states.
     """
     plan, H, K, V = Plan(keeps=True), call.H, call.K, call.V
-    tiles(plan, call)
+    prepared(plan, call)
     if not call.state_alone:
         walked(plan, call, sequences, start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)
     walked_back(plan, call, sequences, end(call), plan.empty("d_initial_state", sequences, H, K, V))
     if not call.state_alone:
-        (gradients or gradients_of_chunks)(plan, call)
+        gradients_of_chunks(plan, call)
     return plan
 
 

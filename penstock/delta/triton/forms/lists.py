@@ -9,9 +9,7 @@ from ....gpu.plan import Plan
 from ...declaration import Delta
 from ..calls import Backward, Forward, InPlace
 from . import (
-    anchored_backward_sm90,
     anchored_sm90,
-    anchored_steps_sm90,
     channels_backward_sm90,
     channels_sm90,
     chunks,
@@ -28,15 +26,13 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
     scalar_sm90.FORWARD,
     anchored_sm90.FORWARD,
-    anchored_steps_sm90.FORWARD,
     segments.FORWARD,
     chunks.FORWARD,
 )
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     scalar_backward_sm90.BACKWARD,
-    anchored_backward_sm90.BACKWARD,
-    anchored_steps_sm90.BACKWARD,
+    anchored_sm90.BACKWARD,
     segments.BACKWARD,
     chunks.BACKWARD,
 )

@@ -18,7 +18,7 @@ from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C, Call, Forward
 from ..portable import chain
 from . import chunks
-from .chunks import NOTHING, State, Tiles
+from .chunks import NOTHING, State
 
 LEAST = 6
 """Segments of a sequence, at least: three walks in place of one."""
@@ -76,23 +76,21 @@ def _states(plan: Plan, call: Call, L: Callable[[Sizes], int], matrices: str, fi
     return _chained(plan, call, L, matrices, sums, chunks.start(call), final, False), sums
 
 
-def forward(call: Forward, tiles: Tiles = chunks.prepared) -> Plan:
+def forward(call: Forward) -> Plan:
     """``output`` and ``final_state``."""
     plan, L = Plan(keeps=True), _segment(call)
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=call.p.v.dtype)
     final = plan.empty("final_state", sequences, call.H, call.K, call.V)
-    tiles(plan, call)
+    chunks.prepared(plan, call)
     states, sums = _states(plan, call, L, _matrices(plan, call, L), final)
     chunks.walked(plan, call, call.chunks(L), states, output, sums, keep=False, segments=L)
     return plan
 
 
-def backward(
-    call: Backward, gradients: Callable[[Plan, Backward], None] = chunks.gradients_of_chunks, tiles: Tiles = chunks.prepared
-) -> Plan:
+def backward(call: Backward) -> Plan:
     """The gradients of ``forms/chunks.py``."""
     plan, L, H, K, V = Plan(keeps=True), _segment(call), call.H, call.K, call.V
-    tiles(plan, call)
+    chunks.prepared(plan, call)
     matrices = _matrices(plan, call, L)
     d_initial, d_sums = plan.empty("d_initial_state", sequences, H, K, V), plan.empty("d_segment_sums", call.chunks(L), H, K, V)
     chunks.walked_back(plan, call, call.chunks(L), NOTHING, d_sums, L)
@@ -102,7 +100,7 @@ def backward(
     states, sums = _states(plan, call, L, matrices, plan.empty("final_state", sequences, H, K, V))
     chunks.walked(plan, call, call.chunks(L), states, None, sums, keep=True, segments=L)
     chunks.walked_back(plan, call, call.chunks(L), d_states, d_sums, L)
-    gradients(plan, call)
+    chunks.gradients_of_chunks(plan, call)
     return plan
 
 

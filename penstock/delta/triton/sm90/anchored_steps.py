@@ -1,44 +1,136 @@
-"""RWKV-7's chunks as steps of a linear recurrence of states, on Hopper, in Gluon, where a chunk has one anchor.
+"""RWKV-7's chunks as steps of a linear recurrence of states, on Hopper, in Gluon, where a chunk has one anchor: no levels.
 
-With what ``anchored_prepare.py`` computes, the values V of the chunk, and what its tokens write into a state of zeros, X = Aa_k V,
+With G_t the sums of log2 decays g up to and including token t, total = exp2(G) of the last token, rest = total exp2(-G), and V the values,
+
+    Xq = scale q exp2(G)    Xa = a exp2(G - g)    Xb = b exp2(-G)    Xk = k exp2(-G)    Kr = k rest
+    Aq_k = Xq Xk^T    Aq = Xq Xb^T   (s <= t)     Aa_k = Xa Xk^T    N = Xa Xb^T   (s < t)
+    T = (I - N)^-1    Ap = Aq T    Bt = T^T (b rest)    X = Aa_k V
+
+X is what the tokens write into a state of zeros, and between chunks, see ``anchored_chain.py``,
 
     O = Q S + Y       Q = Xq + Ap Xa        Y = Ap X + Aq_k V
     S' = total o S + M S + W        M = Bt^T Xa        W = Bt^T X + Kr^T V
 
-So from chunk to chunk there is one product, M S, and a chunk has five tiles of 8 KB in place of nine. Decays stay in float32: M has what
-the tokens remove, which is rounded as the tiles are of which it is the product. W is in two bfloat16 parts, since it is added to the state.
-
-All products but M S and Q S are in the launch of all chunks. The state is in registers, transposed, as the left operand of these two.
-Backward in time, with dS' the gradient of the state after a chunk, dS = total o dS' + M^T dS' + Q^T dO: one product after another, too.
+Decays stay in float32: M has what the tokens remove, which is rounded as the tiles are of which it is the product. W is in two bfloat16
+parts, since it is added to the state. Pairs are products of bfloat16 tiles. Shared memory has 13 tiles of 8 KB; a tile is free for the next
+result once all warps have multiplied it.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import barriers, expect
-from ....gpu.ring import load_tiles as load_rings
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, zero_rows_from
+from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
-from .anchored import logarithms, store_in_two
-from .anchored_prepare import (
-    inverse,
-    load_tiles,
-    product_in_two,
-    product_of_parts,
-    store_factored,
-    store_pairs,
-    sums,
-    tiles_of,
-    zero_tiles_from,
-)
-from .inverse import inverted_blocks, on_diagonal
+from .anchored import logarithms, store_in_two, tokens_through
+from .anchored_inverse import inverse, product_in_two, product_of_parts
+from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .programs import walk_of_program
+from .pairs import left_operand, right_operand
 
-STAGES = gl.constexpr(2)
+
+@gluon.jit
+def tiles_of(COUNT: gl.constexpr, kind: gl.constexpr, layout: gl.constexpr):
+    """Shared memory of tiles [C,C]. Each is an allocation: between a load from one and a store to it, Triton synchronizes all warps."""
+    tiles = ()
+    for _ in gl.static_range(COUNT):
+        tiles = tiles + (gl.allocate_shared_memory(kind, [C, C], layout),)
+    return tiles
+
+
+@gluon.jit
+def load_tiles(descriptors, tiles, bar, row, column):
+    """Start the copies of q, a, k and b, and of other tensors of tokens, into as many tiles."""
+    mbarrier.expect(bar.index(0), len(descriptors) * descriptors[0].block_type.nbytes)
+    for n in gl.static_range(len(descriptors)):
+        async_load(descriptors[n], [row, column], bar.index(0), tiles[n])
+
+
+@gluon.jit
+def zero_tiles_from(tiles, left, layout: gl.constexpr):
+    """Zero the rows after the first ``left`` of tiles: they are padding or belong to another sequence."""
+    if left < C:
+        for n in gl.static_range(len(tiles)):
+            zero_rows_from(tiles[n], left, layout)
+        meet()
+
+
+@gluon.jit
+def sums(d, tiles):
+    """G from log2 decays. Uses tiles 4 to 6 until all warps have met again.
+
+    The left operand is in shared memory: in registers, constants were set after the fence of the product that reads them (Triton 3.6).
+    """
+    wide: gl.constexpr = d.type.layout
+    store_in_two(d, tiles[4], tiles[5])
+    tiles[6].store(tokens_through(False, wide))
+    fence_async_shared()
+    meet()
+    G = warpgroup_mma(tiles[6], tiles[4], gl.zeros([C, C], gl.float32, wide), use_acc=False, is_async=True)
+    G = warpgroup_mma(tiles[6], tiles[5], G, is_async=True)
+    return warpgroup_mma_wait(0, [G])
+
+
+@gluon.jit
+def store_factored(G, d, total, scale, tiles, n_s):
+    """Xq, Xa, Xk and Xb replace q, a, k and b, Kr goes to tile 4, b rest in two parts to 5 and 6, N's blocks on the diagonal to ``n_s``.
+
+    Stores the chunk's decay in ``total``, pointers [1,C], and loads it again: rest = exp2(-G) total, as the gradients have it.
+    """
+    kind: gl.constexpr = tiles[0].dtype
+    wide: gl.constexpr = G.type.layout
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, ROWS, 8])
+    t = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
+    through = exp2(G)
+    gl.store(total + t * 0, through, mask=t == C - 1)
+    Xq = (tiles[0].load(wide).to(gl.float32) * (through * scale)).to(kind)
+    Xa = (tiles[1].load(wide).to(gl.float32) * exp2(G - d)).to(kind)
+    keys = tiles[2].load(wide)
+    writes = tiles[3].load(wide)
+    meet()  # q, a, k and b are in registers, tiles 4 to 6 are multiplied, the total is in memory
+    total = gl.load(total)
+    tiles[0].store(Xq)
+    tiles[1].store(Xa)
+    inverted = exp2(-G)
+    keys = keys.to(gl.float32) * inverted
+    tiles[2].store(keys.to(kind))
+    tiles[4].store((keys * total).to(kind))
+    writes = writes.to(gl.float32) * inverted
+    Xb = writes.to(kind)
+    tiles[3].store(Xb)
+    store_in_two(writes * total, tiles[5], tiles[6])
+    N = mma_v2(left_operand(Xa, inner), right_operand(Xb, inner), gl.zeros([GROUPS, ROWS, ROWS], gl.float32, inner))
+    store_blocks(N, n_s)
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def store_pairs(tiles, wide: gl.constexpr):
+    """Aq_k and Aa_k replace Xk and Xb, N in two parts goes to tiles 7 and 4. Returns Aq. After it Xq and Xa are no longer read."""
+    kind: gl.constexpr = tiles[0].dtype
+    zero = gl.zeros([C, C], gl.float32, wide)
+    i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
+    q_s, a_s, k_s, b_s = tiles[0], tiles[1], tiles[2].permute((1, 0)), tiles[3].permute((1, 0))
+    late_q = warpgroup_mma(q_s, k_s, zero, use_acc=False, is_async=True)
+    late_a = warpgroup_mma(a_s, k_s, zero, use_acc=False, is_async=True)
+    late_q, late_a = warpgroup_mma_wait(0, [late_q, late_a])
+    late_q = gl.where(i >= j, late_q, 0.0).to(kind)
+    late_a = gl.where(i > j, late_a, 0.0).to(kind)
+    Aq = warpgroup_mma(q_s, b_s, zero, use_acc=False, is_async=True)
+    N = warpgroup_mma(a_s, b_s, zero, use_acc=False, is_async=True)
+    Aq, N = warpgroup_mma_wait(0, [Aq, N])
+    tma.store_wait(0)  # Xq, Xa and Kr are read
+    meet()
+    tiles[2].store(late_q)
+    tiles[3].store(late_a)
+    store_in_two(gl.where(i > j, N, 0.0), tiles[7], tiles[4])
+    return gl.where(i >= j, Aq, 0.0)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
@@ -133,213 +225,4 @@ def penstock_rwkv7_steps_sm90(
         async_store(more_tiles, [2 * at + C, 0], late_a)
     else:
         async_store(more_tiles, [at, 0], late_a)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def load_chunk(tiles, rings, bars, first, H, c, chunks):
-    """Start the loads of the tiles of chunk c, if it exists."""
-    at = ((first + c * H) * C).to(gl.int32)
-    places = ([at, 0], [2 * at, 0], [2 * at + C, 0], [at, 0], [at, 0])
-    load_rings(tiles, rings, bars, places, c, c < chunks)
-
-
-@gluon.jit
-def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
-    """Start the store of the output of chunk c, or of the state before it."""
-    K: gl.constexpr = made_s.shape[2]
-    if OUTPUT:
-        async_store(tiles, [token + c * C, h * K], made_s.index(c & 1))
-    else:
-        async_store(tiles, [((first + c * H) * C).to(gl.int32), 0], made_s.index(c & 1))
-
-
-@gluon.jit(do_not_specialize=["N", "T", "H"])
-def penstock_rwkv7_chain_sm90(
-    step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """O = Q S + Y, S <- total o S + M S + W, chunk by chunk.
-
-    TMA tiles [C,K]: M, Q and Y of [slots,H,C,K], W of [slots,H,2 C,K]; with OUTPUT the output of tokens [B T,H K], else the states before
-    chunks of [slots,H,K,V]: V is K. Reads the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes the output
-    [B,T,H,V] and the final state [N,H,K,V], else the states before chunks. Program (sequence, head).
-    """
-    gl.static_assert(K == C)
-    kind: gl.constexpr = made_tiles.dtype
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-
-    owner, h, _, b, row, tokens, chunks, first = walk_of_program(cu_seqlens, N, T, H, 1, PACKED)
-    head = h.to(gl.int64)
-    tiles = (step_tiles, write_tiles, write_tiles)
-    if OUTPUT:
-        tiles = tiles + (read_tiles, own_tiles)
-    rings = ()
-    bars = ()
-    for _ in gl.static_range(len(tiles)):
-        rings = rings + (gl.allocate_shared_memory(kind, [STAGES, C, K], made_tiles.layout),)
-        bars = bars + (barriers(STAGES, 1),)
-    made_s = gl.allocate_shared_memory(kind, [2, C, K], made_tiles.layout)
-    total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
-    fence_async_shared()
-    meet()
-    for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
-    meet()
-    for m in gl.static_range(STAGES):
-        load_chunk(tiles, rings, bars, first, H, chunks * 0 + m, chunks)
-    dk = gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
-    dv = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
-    zero = gl.zeros([K, K], gl.float32, wide)
-    S = zero
-    if INITIAL:
-        S = gl.load(initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
-    channel = gl.arange(0, K, line)
-    totals += first * K + channel
-    step = H.to(gl.int64) * K
-    total_s.index(0).store(gl.load(totals, mask=channel * 0 < chunks, other=0.0))
-    token = (b * T + row).to(gl.int32)
-    output += ((b * T + row) * H + head) * K
-    for c in range(chunks):
-        s = c % STAGES
-        t = c * C
-        phase = (c // STAGES) & 1
-        coming = gl.load(totals + (c + 1) * step, mask=channel * 0 + c + 1 < chunks, other=0.0)
-        rounded = S.to(kind)
-        L = gl.convert_layout(rounded, left, assert_trivial=True)
-        mbarrier.wait(bars[0].index(s), phase)
-        moved = warpgroup_mma(L, rings[0].index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        O = zero
-        if OUTPUT:
-            mbarrier.wait(bars[3].index(s), phase)
-            O = warpgroup_mma(L, rings[3].index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # while the tensor cores compute: the store of the chunk before, and loads into its memory
-        tma.store_wait(0)
-        expect(tiles, bars, c - 1 + STAGES, (c > 0) & (c - 1 + STAGES < chunks))
-        fence_async_shared()
-        meet()  # totals and results are stored
-        if c > 0:
-            load_chunk(tiles, rings, bars, first, H, c - 1 + STAGES, chunks)
-            store_chunk(made_tiles, made_s, token, first, h, H, c - 1, OUTPUT)
-        for m in gl.static_range(1, 3):
-            mbarrier.wait(bars[m].index(s), phase)
-        written = rings[1].index(s).permute((1, 0)).load(wide).to(gl.float32)
-        written += rings[2].index(s).permute((1, 0)).load(wide).to(gl.float32)
-        S = S * total_s.index(c & 1).load(gl.SliceLayout(0, wide))[None, :] + written
-        total_s.index((c + 1) & 1).store(coming)
-        if not OUTPUT:
-            made_s.index(c & 1).permute((1, 0)).store(rounded)
-        moved, O, L = warpgroup_mma_wait(0, [moved, O, L])
-        S = S + moved
-        if OUTPUT:
-            mbarrier.wait(bars[4].index(s), phase)
-            O = (O + rings[4].index(s).permute((1, 0)).load(wide).to(gl.float32)).to(kind)
-            made_s.index(c & 1).permute((1, 0)).store(O)
-            if t + C > tokens:  # the last chunk; others are stored by TMA
-                gl.store(output + (t + dk) * (H.to(gl.int64) * K) + dv, O, mask=t + dk < tokens)
-    fence_async_shared()
-    meet()
-    if OUTPUT:
-        if chunks * C == tokens:
-            if chunks > 0:
-                store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
-        gl.store(final_state + (owner * H + head) * (K * K) + dk * K + dv, S)
-    elif chunks > 0:
-        store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def load_step(tiles, rings, bars, token, first, h, H, m, chunks):
-    """Start the loads of step m, which is chunk ``chunks - 1 - m``: M, Q and dO."""
-    K: gl.constexpr = rings[0].shape[2]
-    c = chunks - 1 - m
-    at = ((first + c * H) * C).to(gl.int32)
-    load_rings(tiles, rings, bars, ([at, 0], [at, 0], [token + c * C, h * K]), m, m < chunks)
-
-
-@gluon.jit(do_not_specialize=["N", "T", "H"])
-def penstock_rwkv7_chain_bwd_sm90(
-    step_tiles, read_tiles, o_tiles, dS_tiles, totals, d_final_state, d_initial_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """dS = total o dS' + M^T dS' + Q^T dO, from the last chunk to the first.
-
-    TMA tiles [C,K]: M and Q of [slots,H,C,K], dO of tokens [B T,H K], dS' of [slots,H,K,V]: V is K. With FINAL reads the gradient of the
-    final state [N,H,K,V] by strides; total [slots,H,K]. Writes dS' and the gradient of the initial state [N,H,K,V]. Program (sequence,
-    head).
-    """
-    gl.static_assert(K == C)
-    kind: gl.constexpr = o_tiles.dtype
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    clean: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-
-    owner, h, _, b, row, tokens, chunks, first = walk_of_program(cu_seqlens, N, T, H, 1, PACKED)
-    head = h.to(gl.int64)
-    tiles = (step_tiles, read_tiles, o_tiles)
-    rings = ()
-    bars = ()
-    for _ in gl.static_range(3):
-        rings = rings + (gl.allocate_shared_memory(kind, [STAGES, C, K], o_tiles.layout),)
-        bars = bars + (barriers(STAGES, 1),)
-    made_s = gl.allocate_shared_memory(kind, [2, C, K], o_tiles.layout)
-    total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
-    fence_async_shared()
-    meet()
-    token = (b * T + row).to(gl.int32)
-    for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
-    meet()
-    for m in gl.static_range(STAGES):
-        load_step(tiles, rings, bars, token, first, h, H, chunks * 0 + m, chunks)
-    dk = gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
-    dv = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
-    dS = gl.zeros([K, K], gl.float32, wide)
-    if FINAL:
-        dS = gl.load(d_final_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
-    channel = gl.arange(0, K, line)
-    last = chunks - 1
-    totals += first * K + channel
-    step = H.to(gl.int64) * K
-    total_s.index(0).store(gl.load(totals + last * step, mask=channel * 0 < chunks, other=0.0))
-    for m in range(chunks):
-        s = m % STAGES
-        c = last - m
-        phase = (m // STAGES) & 1
-        coming = gl.load(totals + (c - 1) * step, mask=channel * 0 + c > 0, other=0.0)
-        rounded = dS.to(kind)
-        L = gl.convert_layout(rounded, left, assert_trivial=True)
-        mbarrier.wait(bars[0].index(s), phase)
-        moved = gl.zeros([K, K], gl.float32, wide)
-        moved = warpgroup_mma(L, rings[0].index(s), moved, use_acc=False, is_async=True)
-        # while the tensor cores compute: the store of the chunk after this one, and loads into its memory
-        tma.store_wait(0)
-        expect(tiles, bars, m - 1 + STAGES, (m > 0) & (m - 1 + STAGES < chunks))
-        for n in gl.static_range(1, 3):
-            mbarrier.wait(bars[n].index(s), phase)
-        if (c + 1) * C > tokens:  # rows after the last token are padding, or belong to another sequence
-            zero_rows_from(rings[2].index(s), tokens - c * C, clean)
-        fence_async_shared()
-        meet()  # totals, results and zeros are stored
-        if m > 0:
-            load_step(tiles, rings, bars, token, first, h, H, m - 1 + STAGES, chunks)
-            async_store(dS_tiles, [((first + (c + 1) * H) * C).to(gl.int32), 0], made_s.index((m - 1) & 1))
-        dO = rings[2].index(s).permute((1, 0)).load(left)
-        moved = warpgroup_mma(dO, rings[1].index(s), moved, is_async=True)
-        made_s.index(m & 1).permute((1, 0)).store(rounded)
-        dS = dS * total_s.index(m & 1).load(gl.SliceLayout(0, wide))[None, :]
-        total_s.index((m + 1) & 1).store(coming)
-        moved, L, dO = warpgroup_mma_wait(0, [moved, L, dO])
-        dS = dS + moved
-    fence_async_shared()
-    meet()
-    if chunks > 0:
-        async_store(dS_tiles, [(first * C).to(gl.int32), 0], made_s.index(last & 1))
-    gl.store(d_initial_state + (owner * H + head) * (K * K) + dk * K + dv, dS)
     tma.store_wait(0)

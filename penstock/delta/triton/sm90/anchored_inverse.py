@@ -1,0 +1,68 @@
+"""The inverse of a chunk of RWKV-7 on Hopper, in Gluon: T = (I - N)^-1, and products of tiles in two bfloat16 parts.
+
+Keys may be raw, so T has no bound: T and what it multiplies have 16 bits and the range of float32. 16x16 blocks of T are substituted in
+float32, see ``inverse.py``, then merged: 16 -> 32 -> 64.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ....gpu.hopper_tiles import meet
+from .anchored import in_two, store_in_two
+from .layouts import ROWS, C
+
+
+@gluon.jit
+def product_in_two(x, high_s, low_s):
+    """The product of a tile in registers with one in two parts."""
+    wide: gl.constexpr = x.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    zero = gl.zeros([C, C], gl.float32, wide)
+    high, low = in_two(x, high_s.dtype)
+    high = gl.convert_layout(high, left, assert_trivial=True)
+    y = warpgroup_mma(gl.convert_layout(low, left, assert_trivial=True), high_s, zero, use_acc=False)
+    y = warpgroup_mma(high, low_s, y)
+    return warpgroup_mma(high, high_s, y)
+
+
+@gluon.jit
+def product_of_parts(left, right, wide: gl.constexpr):
+    """The product, in progress, of two tiles in two parts each."""
+    zero = gl.zeros([C, C], gl.float32, wide)
+    y = warpgroup_mma(left[1], right[0], zero, use_acc=False, is_async=True)
+    y = warpgroup_mma(left[0], right[1], y, is_async=True)
+    return warpgroup_mma(left[0], right[0], y, is_async=True)
+
+
+@gluon.jit
+def store_T(T, T_s):
+    """Store T in two parts for products of all warps."""
+    store_in_two(T, T_s[0], T_s[1])
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def merged(T, T_s, N_s, between):
+    """T + (T N) T, where the product T N is taken in the blocks ``between`` those of T. Stores it."""
+    wide: gl.constexpr = T.type.layout
+    x = warpgroup_mma_wait(0, [product_of_parts(T_s, N_s, wide)])
+    y = product_in_two(gl.where(between, x, 0.0), T_s[0], T_s[1])
+    T = gl.where(between, y, T)
+    meet()
+    store_T(T, T_s)
+    return T
+
+
+@gluon.jit
+def inverse(T, T_s, N_s):
+    """T from its blocks on the diagonal, also in memory in two parts."""
+    wide: gl.constexpr = T.type.layout
+    i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None] // ROWS
+    j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :] // ROWS
+    store_T(T, T_s)
+    T = merged(T, T_s, N_s, (i == j + 1) & (i % 2 == 1))
+    return merged(T, T_s, N_s, (i >= 2) & (j < 2))
