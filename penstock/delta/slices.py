@@ -78,7 +78,7 @@ def _unwritten(given: Tensors) -> tuple[Tensor | None, ...]:
     assert v is not None
     (B, T, H), K = v.shape[:3], q.shape[3]
     identity = torch.eye(K, dtype=state_dtype(q.dtype), device=q.device).expand(B, H, K, K)
-    return (q, k, v.new_zeros(1).expand(B, T, H, K), *others, identity)
+    return (q, k, v.new_zeros(B, T, H, K), *others, identity)
 
 
 def over_ranks(

@@ -8,7 +8,7 @@ import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
 from emulated import gluon
-from hopper_deltas import A100, BUDGET, EMULATED, H200, given
+from hopper_deltas import A100, BUDGET, EMULATED, H200, check_state_alone, given
 from sampling import every, slow
 
 from penstock.delta import inputs
@@ -95,18 +95,11 @@ def test_later_tokens_change_no_bit(cut):
 
 @pytest.mark.parametrize("final", [True, *slow(False)])
 def test_the_gradient_of_the_state_alone(final):
-    """By fewer launches, with the bits that it has beside the others."""
     case = replace(OF, lengths=(70, 0, 130))
     problem, (d_output, d_final) = contract.problem_of(case, case.tensors()), upstream(case)
     computed, _ = inputs.differentiable(problem, False)
-    p, found = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()}), []
-    for alone in (False, True):
-        call = Backward.of(p, H200, d_output=d_output, d_final_state=d_final if final else None, state_alone=alone)
-        plan = BACKWARD.plan(call)
-        found.append((len(plan.launches), gluon.run(plan, given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, 0)))
-    (every, whole), (fewer, one) = found
-    assert fewer < every
-    assert torch.equal(one["d_initial_state"], whole["d_initial_state"])
+    p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
+    check_state_alone(BACKWARD, p, d_output, d_final if final else None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
-from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, SMALL, assert_equal, backward, forward, problem_of
+from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, SMALL, assert_equal, backward, check_state_alone, forward, problem_of
+from sampling import slow
 
 from penstock.delta.inputs import of_every_head
 from penstock.delta.triton.calls import Backward, Forward
@@ -60,6 +61,13 @@ def test_residuals(case, target):
         assert torch.equal(plain[name], found[name]), name
     kept = {name: found[name] for name in KEPT}
     assert_equal(backward(BACKWARD, problem, *given, target), backward(BACKWARD, problem, *given, target, kept=kept, seed=1))
+
+
+@pytest.mark.parametrize("final", [True, *slow(False)])
+def test_the_gradient_of_the_state_alone(final):
+    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture")
+    d_output, d_final = upstream(case)
+    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contract import check_results, measured
 from cuts import CUTS, changed, followed
 from delta_cases import bounded_cases, gates, pooled_cases, raw_cases
 from deltas import KEYS, VARIANTS, Delta, PooledDelta
+from shares import check_shared_tiles
 
 from penstock.gpu.launch import trying
 
@@ -182,3 +183,19 @@ def test_rwkv7_with_one_anchor(case):
                 found = case.call(changed(case, tensors, cut, after), "triton_chunkwise").output
                 assert torch.equal(found[:, :cut], first["output"][:, :cut]), (cut, after)
     assert set(ANCHORED) <= planned
+
+
+HALF = {"dtype": BFLOAT16, "others": FLOAT32}
+SHARING = [
+    (Delta("kda", T=700, B=1, H=2, K=128, V=128, **HALF), False),
+    (Delta("gated_delta_rule", T=700, B=1, H=2, K=128, V=128, **HALF), False),
+    (Delta("delta_rule", T=130, B=1, H=2, K=64, V=64, **HALF), False),
+    (Delta("rwkv7", T=700, B=1, H=2, K=64, V=64, raw=True, **HALF), True),
+    (Delta("dplr", T=130, B=1, H=2, K=48, V=48, **HALF), False),
+]
+"""Calls, and whether their tiles depend on values on Hopper."""
+
+
+@pytest.mark.parametrize(("case", "own_values"), SHARING, ids=str)
+def test_passes_take_the_tiles_of_summaries(case, own_values):
+    check_shared_tiles(case, own_values and torch.cuda.get_device_capability()[0] == 9, DEVICE)

@@ -53,6 +53,19 @@ def backward(form, problem, d_output, d_final, target=H200, *, kept=(), seed=0):
     return {name: found[x] for name, x in names.items() if x in found}
 
 
+def check_state_alone(form, problem, d_output, d_final, target=H200):
+    """The gradient of the initial state alone takes fewer launches and has the bits that it has beside the others."""
+    found = []
+    for alone in (False, True):
+        call = Backward.of(problem, target, d_output=d_output, d_final_state=d_final, state_alone=alone)
+        plan = form.plan(call)
+        tensors = given(problem) | {"d_output": d_output} | ({} if d_final is None else {"d_final_state": d_final})
+        found.append((len(plan.launches), gluon.run(plan, tensors, problem.sizes, 0)["d_initial_state"]))
+    (every, whole), (fewer, one) = found
+    assert fewer < every
+    assert torch.equal(one, whole)
+
+
 def assert_equal(first, second):
     """The tensors of a dictionary have the bits of those of the other."""
     for name, x in first.items():

@@ -54,7 +54,7 @@ def _steps(plan: Plan, call: Call) -> str:
         anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
         ("q", "a", "k", "b", "v", step, read, write, more, "g", total, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
-        K=K, PACKED=call.packed, SOLVED=solved,
+        writes=(step, read, write, more, total), K=K, PACKED=call.packed, SOLVED=solved,
     )  # fmt: skip
     return more
 
@@ -74,7 +74,7 @@ def _chain(plan: Plan, call: Call, own: str, made: str, tile: Tile, final: str) 
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``."""
-    plan, H, K = Plan(), call.H, call.K
+    plan, H, K = Plan(keeps=True), call.H, call.K
     own = _steps(plan, call)
     output = plan.empty("output", batch, tokens, H, K, dtype=call.p.v.dtype)
     _chain(plan, call, own, output, Tile(C, K), plan.empty("final_state", sequences, H, K, K))
@@ -85,7 +85,7 @@ def _backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``da``, ``db`` and ``d_initial_state``; with ``state_alone`` only the last."""
     from ..sm90 import anchored_chain, anchored_gradients
 
-    plan, p, H, K, slots = Plan(), call.p, call.H, call.K, call.chunks(C)
+    plan, p, H, K, slots = Plan(keeps=True), call.p, call.H, call.K, call.chunks(C)
     assert p.g is not None
     solved = _steps(plan, call)
     token, slot = Tile(C, K), Tile(C, K, 3)

@@ -27,27 +27,27 @@ def refuses(call: Backward) -> str | None:
 
 
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``.
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``; with ``state_alone`` only what ``reverse`` computes.
 
     ``prepare`` and ``walk``: tiles, W and the states before chunks again, unless the forward pass kept them. ``reverse``: dv and the
     gradients of the states after chunks. ``gradients``: the others, all chunks in parallel.
     """
     from ..sm90 import gradients, reverse
 
-    plan, p, H, V, slots = Plan(), call.p, call.H, call.V, call.chunks(C)
+    plan, p, H, V, slots = Plan(keeps=True), call.p, call.H, call.V, call.chunks(C)
     d_final = call.d_final_state
     assert p.g is not None
     assert p.beta is not None
     kind = p.q.dtype
     if not call.kept:
         add_tiles(plan, call, removals=True)
-        add_walk(plan, call, output=False, keep=True)
+        if not call.state_alone:
+            add_walk(plan, call, output=False, keep=True)
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, H, *shape, dtype=dtype)
 
-    dq, dk, dv = like("dq", K, dtype=kind), like("dk", K, dtype=kind), like("dv", V, dtype=p.v.dtype)
-    dg, dbeta = like("dg", K, dtype=p.g.dtype), like("dbeta", dtype=p.beta.dtype)
+    dv = like("dv", V, dtype=p.v.dtype)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
     dS = plan.empty("d_chunk_states", slots, H, V, K, dtype=kind)
     last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
@@ -60,6 +60,10 @@ def _backward(call: Backward) -> Plan:
         (Tile(C, K, 3), Tile(C, C), Tile(C, C, 3), *[Tile(C, K, 3)] * 2, Tile(C, C), Tile(C, K, 3)),
         K=K, V=V, FINAL=d_final is not None, PACKED=call.packed,
     )  # fmt: skip
+    if call.state_alone:
+        return plan
+    dq, dk = like("dq", K, dtype=kind), like("dk", K, dtype=kind)
+    dg, dbeta = like("dg", K, dtype=p.g.dtype), like("dbeta", dtype=p.beta.dtype)
     plan.launch(
         gradients.penstock_kda_gradients_sm90, call.programs(slots, K // C),
         ("q", "k", "errors", "d_output", dv, "chunk_states", dS, dq, dk, "g", "beta", dq, dk, dg, dbeta, "cu_seqlens"),

@@ -69,7 +69,8 @@ def add_tiles(plan: Plan, call: Call, removals: bool) -> None:
     plan.launch(
         prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, r, "beta", totals, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2), K=K, PACKED=call.packed, W=W, REMOVALS=removals,
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2), writes=(q, k, b, a, *[r] * removals, totals),
+        K=K, PACKED=call.packed, W=W, REMOVALS=removals,
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
-    plan, keep = Plan(), keeps(call)
+    plan, keep = Plan(keeps=True), keeps(call)
     add_tiles(plan, call, removals=keep)
     add_walk(plan, call, output=True, keep=keep)
     return plan

@@ -26,26 +26,25 @@ def refuses(call: Backward) -> str | None:
 
 
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``.
+    """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``; with ``state_alone`` only what ``reverse`` computes.
 
     ``prepare`` and ``walk``: A, A_k T, B^T, E and the states before chunks, unless the forward pass kept them. ``reverse``: dv and the
     gradients of the states after chunks. ``gradients``: the others, all chunks in parallel; dq and dk are those of the heads of q and k.
     """
     from ..sm90 import scalar_gradients, scalar_reverse
 
-    plan, p, H, K, V, slots, BV, G = Plan(), call.p, call.H, call.K, call.V, call.chunks(C), block(call), key_heads(call)
+    plan, p, H, K, V, slots, BV, G = Plan(keeps=True), call.p, call.H, call.K, call.V, call.chunks(C), block(call), key_heads(call)
     d_final, kind, R = call.d_final_state, p.q.dtype, H // G
     assert p.beta is not None
     if not call.kept:
         add_prepare(plan, call, removals=True)
-        add_walk(plan, call, output=False, keep=True)
+        if not call.state_alone:
+            add_walk(plan, call, output=False, keep=True)
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, *shape, dtype=dtype)
 
-    dq, dk, dv = like("dq", G, K, dtype=kind), like("dk", G, K, dtype=kind), like("dv", H, V, dtype=p.v.dtype)
-    dbeta = like("dbeta", H, dtype=p.beta.dtype)
-    dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
+    dv = like("dv", H, V, dtype=p.v.dtype)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
     dS = plan.empty("d_chunk_states", slots, H, V, K, dtype=kind)
     last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
@@ -59,6 +58,10 @@ def _backward(call: Backward) -> Plan:
         (Tile(C, K, 3), values, Tile(C, C, 3), chunk, chunk, values, state),
         K=K, V=V, BV=BV, STAGES=2, COPIES=2 if BV == C else 1, FINAL=d_final is not None, PACKED=call.packed,
     )  # fmt: skip
+    if call.state_alone:
+        return plan
+    dq, dk, dbeta = like("dq", G, K, dtype=kind), like("dk", G, K, dtype=kind), like("dbeta", H, dtype=p.beta.dtype)
+    dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
     plan.launch(
         scalar_gradients.penstock_gdn_gradients_sm90, lambda s: slots(s) * G,
         ("q", "k", "errors", dv, "d_output", "removals", "chunk_states", dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),

@@ -78,7 +78,8 @@ def add_prepare(plan: Plan, call: Call, removals: bool) -> None:
         scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
-        registers=168 if removals else 128, K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
+        registers=168 if removals else 128, writes=(b, a, *[r] * removals, reads),
+        K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
-    plan, keep = Plan(), keeps(call)
+    plan, keep = Plan(keeps=True), keeps(call)
     add_prepare(plan, call, removals=keep)
     add_walk(plan, call, output=True, keep=keep)
     return plan
