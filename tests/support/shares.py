@@ -24,7 +24,7 @@ def backward(case, tensors, wanted, device):
 
 
 def tiles():
-    return [id(x) for _, written in sharing.kept().values() for x in written]
+    return {id(x) for _, written in sharing.kept().values() for x in written}
 
 
 def check_shared_tiles(case: Delta, own_values: bool, device: str = "cpu"):
