@@ -68,6 +68,18 @@ def test_any_gate(variant, gate, D, dtype):
     check_results(case_of(variant, K=D, V=D, gate=gate, dtype=dtype), "triton_chunkwise", DEVICE)
 
 
+@hopper_heads
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_gates_of_16_bits_have_the_bits_of_the_same_gates_in_float32(variant, D):
+    """All multiprocessors are busy, and memory: stores are under way for long."""
+    case = Delta(variant, B=1, H=16, T=16384, K=D, V=D, dtype=BFLOAT16, others=BFLOAT16, gate="weak", state=False)
+    tensors = case.tensors(DEVICE)
+    with torch.no_grad():
+        found, wanted = (case.call(tensors | {"g": tensors["g"].to(kind)}, "triton_chunkwise") for kind in (BFLOAT16, FLOAT32))
+    assert torch.equal(found.output, wanted.output)
+    assert torch.equal(found.final_state, wanted.final_state)
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @hopper_heads
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])

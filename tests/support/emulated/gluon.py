@@ -169,9 +169,17 @@ class Shared:
         return Shared(self.data.view(shape))
 
     def load(self, layout=None):
+        self.use()
         return Value(self.data.clone())
 
+    def use(self):
+        """Note that its allocation is in use until now."""
+        machine().use(self.data)
+
+    _keep_alive = use
+
     def store(self, value):
+        self.use()
         assert list(raw(value).shape) == list(self.data.shape), (raw(value).shape, self.data.shape)
         assert raw(value).dtype == self.data.dtype, (raw(value).dtype, self.data.dtype)
         self.data.copy_(raw(value))
@@ -189,8 +197,24 @@ class Machine:
     def __init__(self, pid, seed):
         self.pid, self.random = pid, random.Random(seed)
         self.copies, self.stores = {}, []
+        self.time, self.used, self.reused = 0, {}, []
         self.turn = threading.Condition()
         self.running, self.alive, self.blocked, self.failure = None, [], set(), None
+
+    def use(self, data):
+        """Note that an allocation is in use until now."""
+        self.time += 1
+        self.used[data.untyped_storage().data_ptr()] = self.time
+
+    def reuse(self):
+        """Note an allocation, which may get the memory of those that are not used after it: of none whose store is in flight."""
+        self.time += 1
+        self.reused += [(self.time, data.untyped_storage().data_ptr(), list(data.shape)) for _, data in _stores()]
+
+    def check_stores(self):
+        """A compiler does not know that a store is in flight: what it copies must be used after later allocations, or waited for before."""
+        for time, block, shape in self.reused:
+            assert self.used[block] > time, f"shared memory {shape} is free for a later allocation while its store is in flight"
 
     def switch(self, may_go):
         """Let others run until ``may_go``."""
@@ -322,6 +346,7 @@ def copy_in(descriptor, at, bar, target, pred=True):
     if not bool(raw(pred)):
         return
     row, column = (int(raw(x)) for x in at)
+    target.use()
     target.data.fill_(float("nan"))
     R, C = descriptor.block
     one = _bar(bar)
@@ -348,6 +373,7 @@ def part_of(parts, first, row, column, across):
 
 def copy_out(descriptor, at, source):
     row, column = (int(raw(x)) for x in at)
+    source.use()
 
     def land():
         R, C = descriptor.block
@@ -355,7 +381,7 @@ def copy_out(descriptor, at, source):
         r, c = max(min(R, height - row), 0), max(min(C, width - column), 0)
         descriptor.matrix[row : row + r, column : column + c] = source.data.reshape(R, C)[:r, :c]
 
-    _stores().append(land)
+    _stores().append((land, source.data))
 
 
 def _stores():
@@ -367,7 +393,7 @@ def _stores():
 def store_wait(pendings=0):
     stores = _stores()
     while len(stores) > pendings:
-        stores.pop(0)()
+        stores.pop(0)[0]()
 
 
 # products
@@ -393,6 +419,9 @@ def mma(a, b, acc, use_acc=True, is_async=False, **_):
         return Value(product + c.data if use_acc else product)
 
     assert raw(a).dtype == raw(b).dtype, (raw(a).dtype, raw(b).dtype)
+    for x in (a, b):
+        if isinstance(x, Shared):
+            x.use()
     one = Product(compute)
     return one if is_async else one.value()
 
@@ -641,6 +670,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
 
         def allocate(dtype, shape, one=one):
+            one.reuse()
             bytes_ = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
             block = torch.full((bytes_,), 255, dtype=torch.uint8)  # NaN in every float
             one.memory.append(block)
@@ -649,6 +679,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         one.allocate = allocate
         _local.machine, _local.warps = one, warps
         function(*given, **constants)
+        one.check_stores()
         assert not awaited, "a program that does not wait for the kernel ahead"
 
 

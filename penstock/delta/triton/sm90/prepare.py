@@ -291,3 +291,6 @@ def penstock_kda_prepare_sm90(
     for p in gl.static_range(PARTS):
         async_store(bt_tiles, [to, p * W], reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout))
     tma.store_wait(0)
+    # q and k are read by their stores until here: without this, later allocations get their memory
+    q_s._keep_alive()
+    k_s._keep_alive()
