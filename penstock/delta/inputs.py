@@ -181,7 +181,7 @@ def of_every_head(p: P) -> P:
     return whole
 
 
-def never_raw(p: Any, mode: Mode) -> str | None:
+def never_raw(p: Any, mode: Mode, d_output: Tensor | None) -> str | None:
     """The default of ``raw``."""
     return "it computes the log decay, beta and normalised q and k from raw inputs before its own pass"
 
@@ -198,23 +198,23 @@ def never_groups(p: Any, mode: Mode, d_output: Tensor | None) -> bool:
 
 def prepared(
     one: Implementation,
-    raw: Callable[[Any, Mode], str | None] = never_raw,
+    raw: Callable[[Any, Mode, Tensor | None], str | None] = never_raw,
     groups: Callable[[Any, Mode, Tensor | None], bool] = never_groups,
     wide: bool = False,
     stage: Stage = PLAIN,
 ) -> Implementation:
     """The implementation of all calls, from one of canonical problems with q, k, a and b of every head of v.
 
-    ``raw``: why it does not read the raw inputs of a call, or None if it does. ``groups``: whether a pass takes q, k, a and b of groups,
-    given the gradient of the output where it is known. ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else they
-    are rounded to the dtype of q. ``stage``: what computes canonical tensors where the implementation does not.
+    ``raw``: why a pass does not read the raw inputs of a call, or None if it does; ``groups``: whether it takes q, k, a and b of groups.
+    Both get the gradient of the output where it is known. ``wide``: whether normalised q and k stay float32 for inputs of 16 bits; else
+    they are rounded to the dtype of q. ``stage``: what computes canonical tensors where the implementation does not.
 
     Its ``backward`` returns ``Gradients``; of its ``Upstream``, ``wanted`` has a flag for each of their fields. ``refuses``, ``avoids`` and
     ``verdicts`` get the problem that would be computed, whose tensors may have no values.
     """
 
     def ready(p: P, mode: Mode, gradients: bool = False) -> P:
-        if is_raw(p) and raw(p, mode) is not None:
+        if is_raw(p) and raw(p, mode, None) is not None:
             follows = Follows(partial(planned, p, mode), gradients) if mode == "forward" else None
             return known(p, canonical(p, once(*_read(p, stage, wide), lambda: stage.forward(p, wide, follows))))
         return p
@@ -242,7 +242,7 @@ def prepared(
 
     def planned(p: P, mode: Mode) -> P:
         """The problem that would be computed."""
-        if is_raw(p) and raw(p, mode) is not None:
+        if is_raw(p) and raw(p, mode, None) is not None:
             p = canonical(p, uncomputed(p, wide))
         return p if groups(p, mode, None) else of_every_head(p)
 
@@ -255,7 +255,8 @@ def prepared(
 
     def backward(p: Any, upstream: Upstream) -> Tensors:
         assert one.backward is not None
-        return _backward(one.backward, p, upstream, is_raw(p) and raw(p, "backward") is not None, stage, wide, known, whole)
+        staged = is_raw(p) and raw(p, "backward", upstream.gradients[0]) is not None
+        return _backward(one.backward, p, upstream, staged, stage, wide, known, whole)
 
     def in_place(p: Any) -> Tensor:
         assert one.advance is not None
@@ -268,7 +269,7 @@ def prepared(
         found = one.verdicts(planned(p, mode), mode)
         if not is_raw(p):
             return found
-        reason = raw(p, mode)
+        reason = raw(p, mode, None)
         taken = (FormVerdict("raw inputs", "in its own pass", reason),)
         return *taken, *((FormVerdict("raw inputs", stage.name, None),) if reason is not None else ()), *found
 

@@ -140,7 +140,9 @@ def test_canonical_problems_have_the_bound_of_raw_gates(variant, bound, wanted):
 
 
 def test_implementations_that_read_raw_inputs_and_groups(monkeypatch):
-    one, seen = canonical_only(raw=lambda p, mode: None if mode == "forward" else "its backward kernel does not", groups=always_groups)
+    one, seen = canonical_only(
+        raw=lambda p, mode, d_output: None if mode == "forward" else "its backward kernel does not", groups=always_groups
+    )
     case = Delta("gated_delta_rule", B=1, T=5, H=4, G=2, K=4, V=4, raw=True)
     problem = DELTA.checked(case.variant, [case.tensors().get(name) for name in DELTA.names], case.options)
     assert [verdict.reason for verdict in one.verdicts(problem, "forward")] == [None]
@@ -176,7 +178,7 @@ def test_backward_passes_that_read_raw_inputs(monkeypatch):
         Implementation(
             "raw", "for a test", chunkwise.forward, lambda p, upstream: Gradients(*(by_name[name] for name in Gradients._fields))
         ),
-        raw=lambda p, mode: None,
+        raw=lambda p, mode, d_output: None,
     )
     monkeypatch.setattr(FAMILY, "implementations", (one, *FAMILY.implementations))
     found = DELTA.gradients(problem, "raw", upstream)

@@ -12,8 +12,10 @@ from hopper_deltas import A100, BUDGET, EMULATED, H200, check_state_alone, given
 from sampling import every, slow
 
 from penstock.delta import inputs
+from penstock.delta.triton import answers
 from penstock.delta.triton.calls import Backward, Forward
 from penstock.delta.triton.forms import anchored_sm90
+from penstock.gpu.target import standing_in
 
 pytestmark = EMULATED
 NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
@@ -34,29 +36,31 @@ FORWARD, BACKWARD = anchored_sm90.FORWARD, anchored_sm90.BACKWARD
 FORMS = pytest.mark.parametrize("form", [FORWARD, BACKWARD], ids=lambda form: form.name)
 
 
-def run(form, case, drawn=None, d_output=None, d_final=None, seed=0):
-    """The results of a form, or all gradients, by the emulated kernels."""
+def run(form, case, drawn=None, d_output=None, d_final=None, seed=0, raw=True):
+    """The results of a form, or all gradients, by the emulated kernels. ``raw``: whether they compute log decays from raw gates."""
     drawn_gradients = upstream(case)
     d_output = drawn_gradients[0] if d_output is None else d_output
     d_final = drawn_gradients[1] if d_final is None else d_final
     problem = contract.problem_of(case, case.tensors() if drawn is None else drawn)
     computed, pull = inputs.differentiable(problem, False)
-    p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
+    p = problem if raw else inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
     call = Forward.of(p, H200) if form is FORWARD else Backward.of(p, H200, d_output=d_output, d_final_state=d_final)
     assert form.refusal(call) is None
     found = gluon.run(form.plan(call), given(p) | {"d_output": d_output, "d_final_state": d_final}, p.sizes, seed)
     if form is FORWARD:
         return {name: found[name] for name in ("output", "final_state")}
-    found["draw"] = pull({"g": found["dg"]})["raw"]
+    if not raw:
+        found["draw"] = pull({"g": found["dg"]})["raw"]
     return {f"d{name}": found["d_" + name if name == "initial_state" else "d" + name] for name in NAMES}
 
 
 @FORMS
+@pytest.mark.parametrize("raw", [True, False], ids=["raw gates", "log decays"])
 @pytest.mark.parametrize("case", [*every(8, CASES), *slow(*CASES)], ids=str)
-def test_equal_the_oracle(form, case):
+def test_equal_the_oracle(form, case, raw):
     """Sums over all channels may cancel: then twice the error of the formula with rounded operands is allowed, too."""
     wanted = oracle(case)
-    for name, x in run(form, case).items():
+    for name, x in run(form, case, raw=raw).items():
         if name not in wanted:
             continue
         off = float((x.double() - wanted[name].value).norm())
@@ -100,6 +104,28 @@ def test_the_gradient_of_the_state_alone(final):
     computed, _ = inputs.differentiable(problem, False)
     p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
     check_state_alone(BACKWARD, p, d_output, d_final if final else None)
+
+
+def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():
+    """Else the stage before the kernels computes log decays."""
+
+    def taken(case, target, mode="forward", d_output=None):
+        with standing_in(target):
+            return answers.take_raw(answers.CHUNKWISE, contract.problem_of(case, case.tensors()), mode, d_output)
+
+    d_output = torch.zeros(OF.B, OF.T, OF.H, OF.V, dtype=OF.dtype)
+    assert taken(OF, H200)
+    assert taken(OF, H200, "backward", d_output)
+    assert taken(replace(OF, lengths=(3, 5, 70)), H200)
+    assert not taken(OF, H200, "backward", d_output.expand(2, *d_output.shape[1:])[:, :, :, :1].expand(-1, -1, -1, OF.V))
+    with standing_in(H200):
+        reasons = [(one.name, one.reason) for one in answers.verdicts(answers.CHUNKWISE, contract.problem_of(OF, OF.tensors()), "forward")]
+    assert reasons[-2:] == [("rwkv7_sm90", None), ("one anchor in 64 tokens, because decays are at least -0.6065", None)]
+    assert not taken(OF, A100)
+    assert not taken(OF, H200._replace(forms=frozenset({"delta_chunks"})))
+    assert not taken(OF, H200, "advance")
+    for other in (replace(OF, H=2, G=1), replace(OF, V=128), replace(OF, dtype=torch.float16), replace(OF, variant="kda")):
+        assert not taken(other, H200)
 
 
 @pytest.mark.parametrize(

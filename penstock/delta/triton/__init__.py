@@ -15,7 +15,7 @@ from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
-from ..inputs import Follows, Pull, Stage, prepared
+from ..inputs import Follows, Pull, Stage, never_raw, prepared
 
 SHORT = 16
 """Up to this many tokens, a power of two, the token-serial kernel is taken. Not measured: a chunk has the time of about 16 tokens."""
@@ -121,7 +121,14 @@ def _advance(p: Advance) -> Tensor:
     return p.v.new_zeros(p.v.shape) if nothing(p) else _launch().advance(p)
 
 
-def _recurrent_raw(p: DeltaTokens, mode: Mode) -> str | None:
+def _chunkwise_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str | None:
+    reason = never_raw(p, mode, d_output)
+    if gpu_refuses(p.q) is not None or nothing(p):
+        return reason
+    return None if _answers().take_raw(_lists(True), p, mode, d_output) else reason
+
+
+def _recurrent_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str | None:
     if mode == "backward":
         return "its backward pass is that of triton_chunkwise, which computes them before"
     if mode == "advance" and _answers().plan.has_pieces(p):
@@ -171,5 +178,6 @@ CHUNKWISE = prepared(
         verdicts=partial(_verdicts, chunkwise=True),
     ),
     groups=partial(_groups, chunkwise=True),
+    raw=_chunkwise_raw,
     stage=STAGE,
 )

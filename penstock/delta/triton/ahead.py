@@ -21,7 +21,7 @@ from ..declaration import DeltaTokens
 from ..inputs import canonical, is_raw, of_every_head, uncomputed
 from ..operators import ADVANCE, DELTA
 from ..variants import VARIANTS
-from .answers import CALLS
+from .answers import CALLS, READS_RAW
 from .calls import Backward
 from .forms import raw
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE, residuals_of
@@ -79,10 +79,10 @@ class Configuration:
                 yield which, self._stage(which)
                 continue
             mode, forms, _ = PASSES[which]
-            p = self.computed(which)
+            p, given = self.computed(which), of_every_head(self._problem(which))
             more: dict[str, Any] = {"keep": True} if which == KEEPING else {"d_output": torch.empty_like(p.v)} if mode == "backward" else {}
-            call = CALLS[mode].of(p, target, **more)
             for form in forms:
+                call = CALLS[mode].of(given if form in READS_RAW else p, target, **more)
                 if form.refusal(call) is None:
                     made = self._plan(form, call)
                     if which != KEEPING or residuals_of(call.p)[-1] in made.plan.memory:

@@ -14,6 +14,7 @@ from ...gpu import forms
 from ...gpu.forms import Form, Part
 from ...gpu.target import Target
 from ...tokens.empty import nothing
+from .. import inputs
 from ..declaration import DeltaTokens
 from . import plan
 from .calls import Backward, Call, Forward, InPlace
@@ -33,6 +34,8 @@ PORTABLE = (
     anchored_sm90.BACKWARD,
 )  # fmt: skip
 """Forms whose pairs follow ``Call.low``."""
+READS_RAW = (anchored_sm90.FORWARD, anchored_sm90.BACKWARD)
+"""Forms that compute log decays from raw gates themselves."""
 CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}
 
 
@@ -58,6 +61,23 @@ def take_groups(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode,
     more = {"d_output": d_output} if mode == "backward" else {}
     call = CALLS[mode].of(p, Target.of(p.q.device), **more)
     found = all(forms.refusal(among, call) is None for _, among in _asked(parts, p, mode))
+    if seen is not None:
+        seen.bound[key] = found
+    return found
+
+
+def take_raw(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> bool:
+    """Whether the form that computes a pass of chunks reads raw gates. Equal calls share the answer."""
+    if mode not in parts or p.variant.raw != "sigmoid" or p.sizes["G"] != p.sizes["H"] or p.sizes["J"] != p.sizes["H"]:
+        return False
+    seen = p.__dict__.get("seen")
+    key = "raw", id(parts), mode, exact((d_output,))
+    if seen is not None and key in seen.bound:
+        return bool(seen.bound[key])
+    more, target = {"d_output": d_output} if mode == "backward" else {}, Target.of(p.q.device)
+    ((_, among),) = parts[mode]
+    form = forms.first(among, CALLS[mode].of(inputs.canonical(p, inputs.uncomputed(p, False)), target, **more))
+    found = form in READS_RAW and form.refusal(CALLS[mode].of(p, target, **more)) is None
     if seen is not None:
         seen.bound[key] = found
     return found

@@ -17,6 +17,7 @@ from ...gpu.levels import levels
 from ...gpu.plan import Plan
 from ...gpu.target import Target, power, precision
 from ...tokens.gpu_calls import TokenCall
+from .. import inputs
 from ..declaration import Advance, Delta, DeltaTokens
 from .table import LEAST, KernelConfig, config
 
@@ -78,7 +79,7 @@ class Call(TokenCall):
     @property
     def low(self) -> int:
         """Tokens of blocks with one anchor in place of the inner levels; 0: all levels."""
-        bound = self.p.lower_bound
+        bound = inputs.bound(self.p)
         if bound is None or self.decay != CHANNEL:
             return 0
         most = MOST_DECAY if self.precision == "bf16" else MOST_DECAY_FLOAT32

@@ -41,6 +41,11 @@ def refuses(call: Call, **given: Tensor | None) -> str | None:
     return None
 
 
+def gate(call: Call) -> str:
+    """The name of the log decays, or of raw gates."""
+    return "g" if call.p.raw is None else "raw"
+
+
 def _steps(plan: Plan, call: Call) -> str:
     """Add the memory of M, Q, W and decays of all chunks, and the launch that computes them. The name of Y or, for gradients, of T - I."""
     from ..sm90 import anchored_steps
@@ -52,9 +57,9 @@ def _steps(plan: Plan, call: Call) -> str:
     total = plan.empty("total", slots, H, K)
     plan.launch(
         anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
-        ("q", "a", "k", "b", "v", step, read, write, more, "g", total, "cu_seqlens"),
+        ("q", "a", "k", "b", "v", step, read, write, more, gate(call), total, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
-        writes=(step, read, write, more, total), K=K, PACKED=call.packed, SOLVED=solved,
+        writes=(step, read, write, more, total), K=K, PACKED=call.packed, SOLVED=solved, RAW=call.p.raw is not None,
     )  # fmt: skip
     return more
 
@@ -82,11 +87,10 @@ def _forward(call: Forward) -> Plan:
 
 
 def _backward(call: Backward) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``da``, ``db`` and ``d_initial_state``; with ``state_alone`` only the last."""
+    """``dq``, ``dk``, ``dv``, ``dg`` or ``draw``, ``da``, ``db`` and ``d_initial_state``; with ``state_alone`` only the last."""
     from ..sm90 import anchored_chain, anchored_gradients
 
     plan, p, H, K, slots = Plan(keeps=True), call.p, call.H, call.K, call.chunks(C)
-    assert p.g is not None
     solved = _steps(plan, call)
     token, slot = Tile(C, K), Tile(C, K, 3)
     if not call.state_alone:
@@ -103,11 +107,14 @@ def _backward(call: Backward) -> Plan:
         return plan
     names = ("dq", "dk", "dv", "da", "db")
     made = tuple([gradient(plan, call, name, K, dtype=p.v.dtype if name == "dv" else p.q.dtype) for name in names])
-    dg = gradient(plan, call, "dg", K, dtype=p.g.dtype)
+    given = p.raw if p.g is None else p.g
+    assert given is not None
+    dg = gradient(plan, call, "d" + gate(call), K, dtype=given.dtype)
     plan.launch(
         anchored_gradients.penstock_rwkv7_gradients_sm90, call.programs(slots, 1),
-        ("v", "d_output", "q", "k", "a", "b", "chunk_states", dS, solved, *made, "g", "total", *made, dg, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, *call.strides("g")), WARPS, (*[token] * 6, *[slot] * 3, *[token] * 5), K=K, PACKED=call.packed,
+        ("v", "d_output", "q", "k", "a", "b", "chunk_states", dS, solved, *made, gate(call), "total", *made, dg, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("g")), WARPS, (*[token] * 6, *[slot] * 3, *[token] * 5),
+        K=K, PACKED=call.packed, RAW=p.raw is not None,
     )  # fmt: skip
     return plan
 

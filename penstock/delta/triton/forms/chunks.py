@@ -14,6 +14,7 @@ from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
 from ....gpu.target import tensor_memory
 from ....tokens.gpu_calls import batch, sequences, tokens
+from ... import inputs
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
 from ..portable import anchored_prepare, gradients, pairs_backward, prepare, scalar_gradients, walk, walk_backward
 
@@ -32,11 +33,11 @@ def pairs(call: Call) -> str | None:
     """How pairs with decays per channel are computed, for ``explain``."""
     if call.decay != CHANNEL:
         return None
-    count = len(lengths(C, call.low))
+    count, bound = len(lengths(C, call.low)), inputs.bound(call.p)
     if not call.low:
-        why = "no bound of the decays is known" if call.p.lower_bound is None else f"a bound of {call.p.lower_bound:.4g} is too far from 0"
+        why = "no bound of the decays is known" if bound is None else f"a bound of {bound:.4g} is too far from 0"
         return f"{count} levels, because {why}"
-    return f"{count} levels and " * (count > 0) + f"one anchor in {call.low} tokens, because decays are at least {call.p.lower_bound:.4g}"
+    return f"{count} levels and " * (count > 0) + f"one anchor in {call.low} tokens, because decays are at least {bound:.4g}"
 
 
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:

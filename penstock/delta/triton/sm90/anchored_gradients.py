@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
-from .anchored import logarithms, store_in_two, tokens_through
+from .anchored import gradients_of_gates, logarithms, store_in_two, tokens_through
 from .layouts import C
 
 
@@ -226,7 +226,7 @@ def store_columns(dB, dK, G, memory, offset):
 
 
 @gluon.jit
-def store_rows(G, g, inside, scale, memory, offset):
+def store_rows(G, g, inside, scale, memory, offset, RAW: gl.constexpr):
     """Store dq and da in the memory of q and a. Returns Xq o dXq and Xa o dXa."""
     wide: gl.constexpr = G.type.layout
     zero = gl.zeros([C, C], gl.float32, wide)
@@ -243,7 +243,7 @@ def store_rows(G, g, inside, scale, memory, offset):
     of_queries = q_s.load(wide).to(gl.float32) * dQ
     q_s.store((dQ * (exp2(G) * scale)).to(memory.dtype))
     of_removals = a_s.load(wide).to(gl.float32) * dA
-    a_s.store((dA * exp2(G - logarithms(g, inside))).to(memory.dtype))
+    a_s.store((dA * exp2(G - logarithms(g, inside, RAW))).to(memory.dtype))
     return of_queries, of_removals
 
 
@@ -263,13 +263,13 @@ def store_tile(tiles, memory, pointer, row, column, first, step, left):
 def penstock_rwkv7_gradients_sm90(
     v_tiles, o_tiles, q_tiles, k_tiles, a_tiles, b_tiles, S_tiles, dS_tiles, solved_tiles, dq_tiles, dk_tiles, dv_tiles, da_tiles, db_tiles,
     g, total, d_query, d_key, d_value, d_removal, d_write, d_decay, cu_seqlens, scale, N, T, H, g_b, g_t, g_h, g_k,
-    K: gl.constexpr, PACKED: gl.constexpr,
+    K: gl.constexpr, PACKED: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """dV = Aq_k^T dO + Aa_k^T Z + Xk E, dq = scale exp2(G) o (dO S^T + Pq_b Xb + Pq_k Xk), dk, da and db alike, and dg, of every chunk.
 
     TMA tiles: v, dO, q, k, a, b, dq, dk, dv, da, db [C,K] of [B T,H K]: V is K; S and dS' [K,K] of [slots,H,K,K], both parts of T - I [C,C]
-    of [slots,H,2 C,C]. Reads g [B,T,H,K] by strides and exp2 of the chunk's sum of g (``total``) [slots,H,K]. Writes dq, dk, dv, da, db and
-    dg [B,T,H,K]. Program (slot of a chunk, head).
+    of [slots,H,2 C,C]. Reads g [B,T,H,K] by strides, with RAW raw gates, and exp2 of the chunk's sum of g (``total``) [slots,H,K].
+    Writes dq, dk, dv, da, db and dg, or the gradient of raw gates, [B,T,H,K]. Program (slot of a chunk, head).
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     gl.static_assert(K == C)
@@ -296,7 +296,7 @@ def penstock_rwkv7_gradients_sm90(
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
     inside = (i < left) & (j < K)
-    d = logarithms(g, inside)
+    d = logarithms(g, inside, RAW)
 
     G = sums_through(d, memory, unknown(left * 0), False, gl.zeros([C, C], gl.float32, wide))
     mbarrier.wait(bars.index(0), 0)
@@ -314,7 +314,7 @@ def penstock_rwkv7_gradients_sm90(
     store_pairs(memory, unknown(left * 0), wide)
     dB, dK = products_with_states(memory, unknown(left * 0), kept_s, wide)
     across = store_columns(dB, dK, computed_again(G), memory, unknown(left * 0))
-    of_queries, of_removals = store_rows(computed_again(G), g, inside, scale, memory, unknown(left * 0))
+    of_queries, of_removals = store_rows(computed_again(G), g, inside, scale, memory, unknown(left * 0), RAW)
     fence_async_shared()
     meet()  # all products are done
     u_s, _, v_s, _, q_s, _, a_s, _, _, _ = tiles_of(memory, unknown(left * 0))
@@ -327,5 +327,6 @@ def penstock_rwkv7_gradients_sm90(
     store_tile(dv_tiles, memory.index(14), d_value, row, h * K, first, step, left)
     kept = kept_s.load(gl.SliceLayout(0, wide))[None, :]
     dG = sums_through(across + of_queries + of_removals, memory, unknown(left * 0), True, kept - of_removals)
+    dG = gradients_of_gates(dG, g, inside, RAW)
     gl.store(d_decay + first + (i * step + j), dG.to(d_decay.dtype.element_ty), mask=inside)
     tma.store_wait(0)

@@ -136,13 +136,13 @@ def store_pairs(tiles, wide: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_steps_sm90(
     q_tiles, a_tiles, k_tiles, b_tiles, v_tiles, step_tiles, read_tiles, write_tiles, more_tiles, g, total, cu_seqlens, scale, N, T, H,
-    g_b, g_t, g_h, g_k, K: gl.constexpr, PACKED: gl.constexpr, SOLVED: gl.constexpr,
+    g_b, g_t, g_h, g_k, K: gl.constexpr, PACKED: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """Q = Xq + Ap Xa, Y = Ap X + Aq_k V, M = Bt^T Xa, W = Bt^T X + Kr^T V with X = Aa_k V, of every chunk.
 
     TMA tiles: q, k, a, b, v [C,K] of [B T,H K]: V is K; M and Q [C,K] of [slots,H,C,K], both parts of W of [slots,H,2 C,K]; Y of
-    [slots,H,C,K] or, with SOLVED, both parts of T - I of [slots,H,2 C,C]. Reads g [B,T,H,K] by strides. Writes also exp2 of the chunk's sum
-    of g (``total``) [slots,H,K]. Program (slot of a chunk, head). Rows of tokens that do not exist are 0.
+    [slots,H,C,K] or, with SOLVED, both parts of T - I of [slots,H,2 C,C]. Reads g [B,T,H,K] by strides, with RAW raw gates. Writes also
+    exp2 of the chunk's sum of g (``total``) [slots,H,K]. Program (slot of a chunk, head). Rows of tokens that do not exist are 0.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     gl.static_assert(K == C)
@@ -170,7 +170,7 @@ def penstock_rwkv7_steps_sm90(
     i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
-    d = logarithms(g, (i < left) & (j < K))
+    d = logarithms(g, (i < left) & (j < K), RAW)
     G = sums(d, tiles)
     mbarrier.wait(bar.index(0), 0)
     zero_tiles_from(of_tokens, left, clean)
