@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from architectures import model_of
+from architectures import ATTENDING, model_of
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.pages import SharedPages
@@ -15,7 +15,6 @@ from penstock.layers import LinearAttentionConfig, SoftmaxAttentionConfig, Softm
 from penstock.layers.arguments import mapped
 from penstock.models import CausalLM, hybrid
 
-HYBRIDS = ["hybrid", "hybrid_window", "hybrid_of_deltas", "hybrid_without_rotary", "rwkv7b"]
 PROMPT = [n * n % 13 for n in range(150)]
 
 
@@ -43,7 +42,7 @@ def assert_free(engine):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_requests_that_wait_for_pages_give_equal_tokens(name, overlap):
     """Six sequences of up to 5 pages in 7 pages: they wait, and lose their pages."""
     model = model_of(name)
@@ -59,7 +58,7 @@ def test_requests_that_wait_for_pages_give_equal_tokens(name, overlap):
     assert_free(engine)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_there_may_be_fewer_pages_than_rows(name):
     """Rows of states are counted without pages, also where the first layer is softmax attention."""
     model = model_of(name)
@@ -69,7 +68,7 @@ def test_there_may_be_fewer_pages_than_rows(name):
     assert finished(engine, *(engine.submit(one, greedy(3)) for one in prompts)) == [[one.completions[0].tokens] for one in wanted]
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_slots_beyond_the_rows_are_refused(name):
     """However many pages there are."""
     model = model_of(name)
@@ -120,7 +119,7 @@ def test_pages_before_the_window_are_free(canonical):
     assert_free(engine)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_prefixes_come_back_from_the_host(name):
     """If there are too few pages for one, it is computed again."""
     model = model_of(name)
@@ -156,7 +155,7 @@ def test_waiting_forks_give_their_pages(overlap):
     assert_free(engine)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ATTENDING)
 def test_a_preempted_sequence_continues_from_the_host(name):
     model = model_of(name)
     (wanted,) = Engine(model, slots=1, token_budget=256).generate([PROMPT], greedy(90, keep_state=True))

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, SIZES, flat, model_of
+from architectures import ARCHITECTURES, ATTENDING, SIZES, flat, model_of
 from formulas import error
 from halved_models import IDS, deep, enlarged, outputs, power_of
 
@@ -15,7 +15,7 @@ from penstock.layers.shared_input import linears_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
-RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+RECURRENT = [name for name in ARCHITECTURES if name not in ATTENDING]
 
 
 def drawn(B: int, T: int) -> torch.Tensor:

@@ -84,6 +84,8 @@ ARCHITECTURES: dict[str, Config] = {
 }
 
 
+ATTENDING = [name for name in ARCHITECTURES if name.startswith("hybrid") or name == "rwkv7b"]
+"""Those with softmax attention in some layer: their states grow with the tokens, so the host reads sizes."""
 MIXERS: dict[str, MixerConfig] = {}
 """Every configuration of a mixer or a channel mixer of these models, once."""
 for _name, _config in ARCHITECTURES.items():
