@@ -100,8 +100,8 @@ def timed(call, steps: int) -> list[float]:
     return found
 
 
-def classes(call) -> dict[str, float]:
-    """Milliseconds of kernels by class."""
+def classes(call) -> dict:
+    """Milliseconds of kernels by class, and from the first one to the end of the last: what is more than their sum waits for the host."""
     kind = torch.profiler.ProfilerActivity.CUDA if GPU else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as seen:
         call()
@@ -112,7 +112,9 @@ def classes(call) -> dict[str, float]:
         group = next(label for label, words in CLASSES if any(word in event.key for word in words))
         found[group] += event.self_device_time_total / 1e3
         names[event.key[:90]] += event.self_device_time_total / 1e3
-    return {"classes": dict(found), "kernels": dict(sorted(names.items(), key=lambda item: -item[1])[:25])}
+    there = [one.time_range for one in seen.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    whole = (max(one.end for one in there) - min(one.start for one in there)) / 1e3 if there else 0.0
+    return {"classes": dict(found), "whole": whole, "kernels": dict(sorted(names.items(), key=lambda item: -item[1])[:25])}
 
 
 def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Shape, steps: int) -> dict:
@@ -142,7 +144,8 @@ def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Sha
         {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items() if "samples" not in name}, flush=True
     )
     row["profile"] = classes(step)
-    print(row["profile"]["classes"], flush=True)
+    profile = row["profile"]
+    print(profile["classes"], f"sum {sum(profile['classes'].values()):.1f} of {profile['whole']:.1f} ms", flush=True)
     for name, ms in list(row["profile"]["kernels"].items())[:12]:
         print(f"    {ms:8.2f} ms  {name}")
     return row
