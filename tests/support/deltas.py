@@ -45,6 +45,8 @@ class Delta(Case):
     """heads of a and b, if not those of k"""
     key: str = "random"
     """a name of KEYS"""
+    written: float | None = None
+    """b in place of random parts of what a removes: keys times this"""
     beta: float | None = None
     """of all tokens; else uniform between 0 and 1, with 0, 1 and 2 among them"""
     raw: bool = False
@@ -150,7 +152,8 @@ def draw(case: Delta) -> dict[str, Tensor | None]:
         found["beta"] = beta if case.beta is None else torch.full_like(beta, case.beta)
     else:
         removed = keys("J")
-        found |= {"a": -removed, "b": removed * torch.rand(removed.shape, dtype=torch.float64, generator=rng)}
+        rates = torch.rand(removed.shape, dtype=torch.float64, generator=rng) if case.written is None else case.written
+        found |= {"a": -removed, "b": removed * rates}
     if row.decay:
         drawn = normal(row.decay)
         if case.raw and row.raw:

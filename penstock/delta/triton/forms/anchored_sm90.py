@@ -19,7 +19,7 @@ WARPS = 8
 """Of the gradients."""
 
 ROWS = 1 << 31
-"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers. The tallest has two rows for a token of a chunk."""
 
 
 def refuses(call: Call, **given: Tensor | None) -> str | None:
@@ -31,8 +31,9 @@ def refuses(call: Call, **given: Tensor | None) -> str | None:
         return "it takes q, k, a and b of every head of v"
     if call.K != C or call.V != C:
         return f"K and V must be {C}, these are {call.K} and {call.V}"
-    if not 0 < p.sizes["B"] * p.sizes["T"] * call.H < ROWS:
-        return f"it takes up to 2**31 tokens of all heads, this call has {p.sizes['B'] * p.sizes['T'] * call.H}"
+    rows = call.chunks(C)(p.sizes) * C * call.H if p.sizes["B"] * p.sizes["T"] else 0
+    if not 0 < 2 * rows < ROWS:
+        return f"it takes up to 2**30 tokens of all heads, in whole chunks, this call has {rows}"
     for name, x in {"q": p.q, "k": p.k, "v": p.v, "a": p.a, "b": p.b, **given}.items():
         if x is not None and x.dtype != torch.bfloat16:
             return f"it takes bfloat16, {name} is {x.dtype}"

@@ -131,12 +131,17 @@ def gradient(plan: Plan, call: Backward, name: str, *shape: Size, dtype: torch.d
     return plan.empty(name, batch, tokens, call.H, *shape, dtype=dtype) if needed else "q"
 
 
+def keeps_tiles(call: Backward) -> bool:
+    """Whether other passes may take the tiles of a backward pass. Gradients of the pairs of two streams take the place of pairs."""
+    return call.streams == 1 or call.state_alone
+
+
 def backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta``, ``da``, ``db`` and ``d_initial_state``. States and X are computed again.
 
     With ``state_alone`` only ``d_initial_state``, which depends on no states.
     """
-    plan, H, K, V = Plan(keeps=True), call.H, call.K, call.V
+    plan, H, K, V = Plan(keeps=keeps_tiles(call)), call.H, call.K, call.V
     prepared(plan, call)
     if not call.state_alone:
         walked(plan, call, sequences, start(call), None, plan.empty("final_state", sequences, H, K, V), keep=True)

@@ -89,7 +89,7 @@ def forward(call: Forward) -> Plan:
 
 def backward(call: Backward) -> Plan:
     """The gradients of ``forms/chunks.py``."""
-    plan, L, H, K, V = Plan(keeps=True), _segment(call), call.H, call.K, call.V
+    plan, L, H, K, V = Plan(keeps=chunks.keeps_tiles(call)), _segment(call), call.H, call.K, call.V
     chunks.prepared(plan, call)
     matrices = _matrices(plan, call, L)
     d_initial, d_sums = plan.empty("d_initial_state", sequences, H, K, V), plan.empty("d_segment_sums", call.chunks(L), H, K, V)

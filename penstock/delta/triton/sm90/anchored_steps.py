@@ -111,7 +111,7 @@ def store_factored(G, d, total, scale, tiles, n_s):
 
 @gluon.jit
 def store_pairs(tiles, wide: gl.constexpr):
-    """Aq_k and Aa_k replace Xk and Xb, N in two parts goes to tiles 7 and 4. Returns Aq. After it Xq and Xa are no longer read."""
+    """Aq_k and Aa_k replace Xk and Xb, N in two parts goes to tiles 7 and 4. Returns Aq."""
     kind: gl.constexpr = tiles[0].dtype
     zero = gl.zeros([C, C], gl.float32, wide)
     i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
@@ -125,8 +125,7 @@ def store_pairs(tiles, wide: gl.constexpr):
     Aq = warpgroup_mma(q_s, b_s, zero, use_acc=False, is_async=True)
     N = warpgroup_mma(a_s, b_s, zero, use_acc=False, is_async=True)
     Aq, N = warpgroup_mma_wait(0, [Aq, N])
-    tma.store_wait(0)  # Xq, Xa and Kr are read
-    meet()
+    meet()  # no warp multiplies Xk and Xb any more
     tiles[2].store(late_q)
     tiles[3].store(late_a)
     store_in_two(gl.where(i > j, N, 0.0), tiles[7], tiles[4])
