@@ -99,9 +99,15 @@ def test_streams_are_not_delayed(folder, server):
 
 
 def test_limits_are_those_of_one_server(server):
-    assert [server.post(SHORT, key="asks").status_code for _ in range(10)] == [200] * 6 + [429] * 4
-    answers = [server.post({**SHORT, "prompt": "a" * 8, "max_tokens": 8}, key="reads") for _ in range(5)]
-    assert [one.status_code for one in answers] == [200] * 3 + [429] * 2
+    """What has been used comes back with time: on a busy machine, one more request may be answered."""
+    for body, key, at_once, seconds in ((SHORT, "asks", 6, 10.0), ({**SHORT, "prompt": "a" * 8, "max_tokens": 8}, "reads", 3, 16.0)):
+        begin = time.monotonic()
+        codes = [server.post(body, key=key).status_code for _ in range(at_once + 4)]
+        more = int((time.monotonic() - begin) / seconds) + (key == "reads")  # 60 tokens are 3 requests of 16 and a part of the next
+        assert codes[:at_once] == [200] * at_once
+        assert codes.count(200) <= at_once + more
+        assert set(codes[at_once:]) <= {200, 429}
+        assert 429 in codes or more >= 4
 
 
 def test_a_replica_killed_under_load(server):
