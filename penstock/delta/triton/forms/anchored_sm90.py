@@ -17,6 +17,15 @@ from .chunks import end, gradient, start
 
 WARPS = 8
 """Of the gradients."""
+STAGES = 3
+"""Chunks whose tiles a chain has in memory: loads of two are under way while it computes one."""
+
+
+def stages(call: Call, output: bool) -> int:
+    """``STAGES``; of a chain with outputs, whose tiles are more, fewer where two programs share a multiprocessor."""
+    programs = call.N * call.H
+    return 2 if output and programs > call.target.multiprocessors else STAGES
+
 
 ROWS = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers. The tallest has two rows for a token of a chunk."""
@@ -74,7 +83,7 @@ def _chain(plan: Plan, call: Call, own: str, made: str, tile: Tile, final: str) 
         anchored_chain.penstock_rwkv7_chain_sm90, call.programs(sequences, 1),
         ("step", "write", "read", own or "read", made, "total", first or "total", made, final or "total", "cu_seqlens"),
         (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile),
-        K=C, INITIAL=first is not None, OUTPUT=own != "", PACKED=call.packed,
+        K=C, INITIAL=first is not None, OUTPUT=own != "", PACKED=call.packed, STAGES=stages(call, own != ""),
     )  # fmt: skip
 
 
@@ -102,7 +111,7 @@ def _backward(call: Backward) -> Plan:
     plan.launch(
         anchored_chain.penstock_rwkv7_chain_bwd_sm90, call.programs(sequences, 1),
         ("step", "read", "d_output", dS, "total", last or d_initial, d_initial, "cu_seqlens"), (sequences, tokens, H, *steps), 4,
-        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed,
+        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed, STAGES=stages(call, False),
     )  # fmt: skip
     if call.state_alone:
         return plan

@@ -17,8 +17,6 @@ from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
 from .programs import walk_of_program
 
-STAGES = gl.constexpr(2)
-
 
 @gluon.jit
 def load_chunk(tiles, rings, bars, first, H, c, chunks):
@@ -41,7 +39,7 @@ def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_sm90(
     step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr,
+    s_n, s_h, s_k, s_v, K: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """O = Q S + Y, S <- total o S + M S + W, chunk by chunk.
 
@@ -148,7 +146,7 @@ def load_step(tiles, rings, bars, token, first, h, H, m, chunks):
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_bwd_sm90(
     step_tiles, read_tiles, o_tiles, dS_tiles, totals, d_final_state, d_initial_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
+    s_n, s_h, s_k, s_v, K: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dS = total o dS' + M^T dS' + Q^T dO, from the last chunk to the first.
 
