@@ -5,8 +5,10 @@ import torch
 
 from penstock.delta import inputs
 from penstock.delta.triton import ahead, answers, launch, plan
+from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms import lists, raw
 from penstock.delta.variants import VARIANTS
+from penstock.gpu.forms import first
 from penstock.gpu.plan import Planned
 from penstock.gpu.target import standing_in
 from penstock.gpu.targets import SMALL, TARGETS
@@ -44,11 +46,13 @@ def test_small_gpus_have_every_kernel(arch):
 @pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if "backward" in one.passes], ids=lambda one: one.name)
 def test_the_pass_that_follows_has_the_kernels_of_the_backward_pass(one, arch):
     """And arguments of the same types, for which Triton compiles: while the forward pass runs."""
-    p = one.computed("forward")
-    planned, tensors = launch._backward_to_come(p, TARGETS[arch], plan.chunk_forward_plan(p, TARGETS[arch]))
+    target = TARGETS[arch]
+    form = first(lists.CHUNK_FORWARD, Forward.of(one.computed("forward"), target))
+    p = one.computed("forward", form)
+    planned, tensors = launch._backward_to_come(p, target, plan.chunk_forward_plan(p, target))
     given = {name: p.q if x is None else x for name, x in tensors.items()}
     found = jobs(Planned(planned.at(p.sizes), given), arch)
-    wanted = {which.partition(": ")[2]: made for which, made in one.planned(TARGETS[arch]) if which.startswith("backward")}
+    wanted = {which.partition(": ")[2]: made for which, made in one.planned(target) if which.startswith("backward")}
     assert found == jobs(wanted[planned.forms[0]], arch)
 
 

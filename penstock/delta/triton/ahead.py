@@ -79,19 +79,20 @@ class Configuration:
                 yield which, self._stage(which)
                 continue
             mode, forms, _ = PASSES[which]
-            p, given = self.computed(which), of_every_head(self._problem(which))
+            p = self.computed(which)
             more: dict[str, Any] = {"keep": True} if which == KEEPING else {"d_output": torch.empty_like(p.v)} if mode == "backward" else {}
             for form in forms:
-                call = CALLS[mode].of(given if form in READS_RAW else p, target, **more)
+                call = CALLS[mode].of(self.computed(which, form) if form in READS_RAW else p, target, **more)
                 if form.refusal(call) is None:
                     made = self._plan(form, call)
                     if which != KEEPING or residuals_of(call.p)[-1] in made.plan.memory:
                         yield f"{which}: {form.name}", made
 
-    def computed(self, which: str) -> DeltaTokens:
-        """The problem that a pass computes, without memory."""
+    def computed(self, which: str, form: Form[Any, Any] | None = None) -> DeltaTokens:
+        """The problem that a pass computes, without memory. ``form``: that computes it, which may read raw gates."""
         p = self._problem(which)
-        return of_every_head(canonical(p, uncomputed(p, False)) if which in CANONICAL and is_raw(p) else p)
+        staged = which in CANONICAL and is_raw(p) and form not in READS_RAW
+        return of_every_head(canonical(p, uncomputed(p, False)) if staged else p)
 
     def _plan(self, form: Form[Any, Any], call: Any) -> Planned:
         """The plan of a form with initial states of 0. Updates in place have a pool of states without slots."""
