@@ -11,8 +11,9 @@ from emulated import gluon
 from hopper_deltas import A100, BUDGET, EMULATED, H200, check_state_alone, given
 from sampling import every, slow
 
-from penstock.delta import inputs
-from penstock.delta.triton import answers
+from penstock.call.implementation import Upstream
+from penstock.delta import inputs, triton
+from penstock.delta.triton import answers, launch
 from penstock.delta.triton.calls import Backward, Forward
 from penstock.delta.triton.forms import anchored_sm90
 from penstock.gpu.target import standing_in
@@ -114,6 +115,29 @@ def test_the_gradient_of_the_state_alone(final):
     computed, _ = inputs.differentiable(problem, False)
     p = inputs.canonical(problem, {name: x.detach() for name, x in computed.items()})
     check_state_alone(BACKWARD, p, d_output, d_final if final else None)
+
+
+def test_calls_with_raw_gates(monkeypatch):
+    """From a call to the kernels and back, without the stage of raw inputs."""
+    case, ran = replace(OF, H=2, T=130, others=torch.float32), []
+
+    def run(name, p, of, planned, tensors, *more, **options):
+        plan = planned(H200)
+        ran.extend(plan.forms)
+        return gluon.run(plan, {key: p.q if x is None else x for key, x in tensors.items()}, p.sizes)
+
+    monkeypatch.setattr(launch.launch, "run", run)
+    monkeypatch.setattr(triton, "gpu_refuses", lambda x: None)
+    problem, wanted = contract.problem_of(case, case.tensors()), oracle(case)
+    with standing_in(H200):
+        (output, _), residuals = triton.CHUNKWISE.forward_with_residuals(problem)
+        gradients = triton.CHUNKWISE.backward(problem, Upstream(upstream(case), (), residuals, ()))
+    assert ran == ["rwkv7_sm90", "rwkv7_bwd_sm90"]
+    names = [f"d{one.name}" for one in problem.signature.arguments if one.gradient]
+    found = {name: x for name, x in zip(names, gradients) if x is not None} | {"output": output}
+    assert set(found) == set(wanted) - {"final_state"}
+    for name, x in found.items():
+        assert float((x.double() - wanted[name].value).norm()) <= BUDGET * wanted[name].size, name
 
 
 def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():

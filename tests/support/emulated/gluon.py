@@ -207,14 +207,15 @@ class Machine:
         self.used[data.untyped_storage().data_ptr()] = self.time
 
     def reuse(self):
-        """Note an allocation, which may get the memory of those that are not used after it: of none whose store is in flight."""
+        """Note an allocation, which may get the memory of those that are not used after it."""
         self.time += 1
-        self.reused += [(self.time, data.untyped_storage().data_ptr(), list(data.shape)) for _, data in _stores()]
+        read = [data for _, data in _stores()] + _operands()
+        self.reused += [(self.time, data.untyped_storage().data_ptr(), list(data.shape)) for data in read]
 
-    def check_stores(self):
-        """A compiler does not know that a store is in flight: what it copies must be used after later allocations, or waited for before."""
+    def check_reads(self):
+        """A compiler does not know that a store or a product is under way: what it reads must be used after later allocations."""
         for time, block, shape in self.reused:
-            assert self.used[block] > time, f"shared memory {shape} is free for a later allocation while its store is in flight"
+            assert self.used[block] > time, f"shared memory {shape} is free for a later allocation while a store or a product reads it"
 
     def switch(self, may_go):
         """Let others run until ``may_go``."""
@@ -385,9 +386,19 @@ def copy_out(descriptor, at, source):
 
 
 def _stores():
-    if not hasattr(_local, "stores") or _local.owner is not machine():
-        _local.stores, _local.owner = [], machine()
-    return _local.stores
+    """Stores of this thread that are under way, and what they read."""
+    return _under_way()[0]
+
+
+def _operands():
+    """What the products of this thread that are under way read."""
+    return _under_way()[1]
+
+
+def _under_way():
+    if not hasattr(_local, "under_way") or _local.owner is not machine():
+        _local.under_way, _local.owner = ([], []), machine()
+    return _local.under_way
 
 
 def store_wait(pendings=0):
@@ -422,13 +433,16 @@ def mma(a, b, acc, use_acc=True, is_async=False, **_):
     for x in (a, b):
         if isinstance(x, Shared):
             x.use()
+            _operands().extend([x.data] * is_async)
     one = Product(compute)
     return one if is_async else one.value()
 
 
 def mma_wait(num_outstanding=0, deps=None):
     found = [x.value() if isinstance(x, Product) and num_outstanding == 0 else x for x in deps]
-    if num_outstanding:
+    if num_outstanding == 0:
+        _operands().clear()
+    else:
         found = [x.value() if isinstance(x, Product) and i < len(deps) else x for i, x in enumerate(deps)]
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -679,7 +693,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         one.allocate = allocate
         _local.machine, _local.warps = one, warps
         function(*given, **constants)
-        one.check_stores()
+        one.check_reads()
         assert not awaited, "a program that does not wait for the kernel ahead"
 
 
