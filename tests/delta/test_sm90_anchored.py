@@ -17,6 +17,7 @@ from penstock.delta.triton import answers, launch
 from penstock.delta.triton.calls import Backward, Forward
 from penstock.delta.triton.forms import anchored_sm90
 from penstock.gpu.target import standing_in
+from penstock.gpu.targets import TARGETS
 
 pytestmark = EMULATED
 NAMES = ("q", "k", "v", "a", "b", "raw", "initial_state")
@@ -158,6 +159,7 @@ def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():
     assert not taken(OF, A100)
     assert not taken(OF, H200._replace(forms=frozenset({"delta_chunks"})))
     assert not taken(OF, H200, "advance")
+    assert not taken(replace(OF, dtype=torch.float32), TARGETS["sm_100"])  # no form takes it
     for other in (replace(OF, H=2, G=1), replace(OF, V=128), replace(OF, dtype=torch.float16), replace(OF, variant="kda")):
         assert not taken(other, H200)
 

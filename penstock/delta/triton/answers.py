@@ -76,8 +76,9 @@ def take_raw(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_
         return bool(seen.bound[key])
     more, target = {"d_output": d_output} if mode == "backward" else {}, Target.of(p.q.device)
     ((_, among),) = parts[mode]
-    form = forms.first(among, CALLS[mode].of(inputs.canonical(p, inputs.uncomputed(p, False)), target, **more))
-    found = form in READS_RAW and form.refusal(CALLS[mode].of(p, target, **more)) is None
+    canonical = CALLS[mode].of(inputs.canonical(p, inputs.uncomputed(p, False)), target, **more)
+    form = forms.first(among, canonical) if forms.refusal(among, canonical) is None else None
+    found = form is not None and form in READS_RAW and form.refusal(CALLS[mode].of(p, target, **more)) is None
     if seen is not None:
         seen.bound[key] = found
     return found
