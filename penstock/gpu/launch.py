@@ -352,6 +352,11 @@ def trying(configurations: Mapping[Any, Any], *forms: str) -> Iterator[set[str]]
         _trial = before
 
 
+def tried(at: Target) -> tuple[Target, Hashable]:
+    """The GPU with the configurations and forms of ``trying``, and a key of these."""
+    return (at if _trial is None else _trial.on(at)), _trial
+
+
 Coming = tuple[Plan, dict[str, Tensor | None]]
 """The plan of a pass that follows, and its tensors, whose contents do not matter."""
 
@@ -387,9 +392,7 @@ def run(
         if prepared is None:
             first, absent = p.operator.names[0], [name for name, x in tensors.items() if x is None]
             device = p.__dict__[first].device
-            at = target(device)
-            if _trial is not None:
-                at = _trial.on(at)
+            at, _ = tried(target(device))
             prepared = plans[rough] = Prepared(planned(at), device, absent, first)
             if _trial is not None:
                 _trial.planned.update(prepared.plan.forms)

@@ -15,7 +15,8 @@ from penstock.call.implementation import Upstream
 from penstock.delta import inputs, triton
 from penstock.delta.triton import answers, launch
 from penstock.delta.triton.calls import Backward, Forward
-from penstock.delta.triton.forms import anchored_sm90
+from penstock.delta.triton.forms import anchored_sm90, chunks, segments
+from penstock.gpu.launch import trying
 from penstock.gpu.target import standing_in
 from penstock.gpu.targets import TARGETS
 
@@ -157,7 +158,11 @@ def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():
         reasons = [(one.name, one.reason) for one in answers.verdicts(answers.CHUNKWISE, contract.problem_of(OF, OF.tensors()), "forward")]
     assert reasons[-2:] == [("rwkv7_sm90", None), ("one anchor in 64 tokens, because decays are at least -0.6065", None)]
     assert not taken(OF, A100)
-    assert not taken(OF, H200._replace(forms=frozenset({"delta_chunks"})))
+    with trying({}, "delta_chunks"):
+        assert not taken(OF, H200)
+    assert taken(OF, H200)
+    problem = contract.problem_of(OF, OF.tensors())
+    assert {form.refusal(Forward.of(problem, H200)) for form in (chunks.FORWARD, segments.FORWARD)} == {"it takes log decays"}
     assert not taken(OF, H200, "advance")
     assert not taken(replace(OF, dtype=torch.float32), TARGETS["sm_100"])  # no form takes it
     for other in (replace(OF, H=2, G=1), replace(OF, V=128), replace(OF, dtype=torch.float16), replace(OF, variant="kda")):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...call.implementation import FormVerdict, Listed, Mode
 from ...call.memory import exact
-from ...gpu import forms
+from ...gpu import forms, launch
 from ...gpu.forms import Form, Part
 from ...gpu.target import Target
 from ...tokens.empty import nothing
@@ -71,10 +71,11 @@ def take_raw(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_
     if mode not in parts or p.variant.raw != "sigmoid" or p.sizes["G"] != p.sizes["H"] or p.sizes["J"] != p.sizes["H"]:
         return False
     seen = p.__dict__.get("seen")
-    key = "raw", id(parts), mode, exact((d_output,))
+    target, trial = launch.tried(Target.of(p.q.device))
+    key = "raw", id(parts), mode, exact((d_output,)), trial
     if seen is not None and key in seen.bound:
         return bool(seen.bound[key])
-    more, target = {"d_output": d_output} if mode == "backward" else {}, Target.of(p.q.device)
+    more = {"d_output": d_output} if mode == "backward" else {}
     ((_, among),) = parts[mode]
     canonical = CALLS[mode].of(inputs.canonical(p, inputs.uncomputed(p, False)), target, **more)
     form = forms.first(among, canonical) if forms.refusal(among, canonical) is None else None

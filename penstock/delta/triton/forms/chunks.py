@@ -23,7 +23,9 @@ WIDEST = 256
 
 
 def refuses(call: Call) -> str | None:
-    """All key channels of a head are one tile."""
+    """All key channels of a head are one tile. Log decays have been computed."""
+    if call.p.raw is not None:
+        return "it takes log decays"
     if call.streams == 2 and call.precision == "tf32x3" and tensor_memory(call.target):
         return f"sums of float32 pairs of two streams do not fit the tensor memory of {call.target.arch}"
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
