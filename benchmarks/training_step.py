@@ -143,10 +143,9 @@ def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Sha
     print(
         {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items() if "samples" not in name}, flush=True
     )
-    row["profile"] = classes(step)
-    profile = row["profile"]
+    profile = row["profile"] = classes(step)
     print(profile["classes"], f"sum {sum(profile['classes'].values()):.1f} of {profile['whole']:.1f} ms", flush=True)
-    for name, ms in list(row["profile"]["kernels"].items())[:12]:
+    for name, ms in list(profile["kernels"].items())[:12]:
         print(f"    {ms:8.2f} ms  {name}")
     return row
 

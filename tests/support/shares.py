@@ -51,7 +51,7 @@ def check_shared_tiles(case: Delta, own_values: bool, device: str = "cpu"):
             assert first
             assert [one is not None for one in state] == alone
             gradients = backward(case, x, every, device)
-            assert tiles() <= first  # a pass that writes there takes them for good
+            assert tiles() == first or (case.row.streams == 2 and not tiles())  # a pass that writes there takes them for good
             again = forward(case, x), backward(case, x, every, device)
     assert all(torch.equal(*pair) for pair in zip(found, wanted))
     assert all(torch.equal(*pair) for pair in zip(again[0], wanted))

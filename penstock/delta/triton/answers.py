@@ -14,7 +14,6 @@ from ...gpu import forms, launch
 from ...gpu.forms import Form, Part
 from ...gpu.target import Target
 from ...tokens.empty import nothing
-from .. import inputs
 from ..declaration import DeltaTokens
 from . import plan
 from .calls import Backward, Call, Forward, InPlace
@@ -77,9 +76,9 @@ def take_raw(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_
         return bool(seen.bound[key])
     more = {"d_output": d_output} if mode == "backward" else {}
     ((_, among),) = parts[mode]
-    canonical = CALLS[mode].of(inputs.canonical(p, inputs.uncomputed(p, False)), target, **more)
-    form = forms.first(among, canonical) if forms.refusal(among, canonical) is None else None
-    found = form is not None and form in READS_RAW and form.refusal(CALLS[mode].of(p, target, **more)) is None
+    call = CALLS[mode].of(p, target, **more)
+    others = target.forms & {one.name for one in among if one not in READS_RAW}  # tried forms take log decays
+    found = not others and any(one.refusal(call) is None for one in among if one in READS_RAW)
     if seen is not None:
         seen.bound[key] = found
     return found
