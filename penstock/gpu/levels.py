@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import dyadic
 from .launch import on_device_of
+from .tiles import in_two
 
 
 @triton.jit
@@ -20,9 +21,8 @@ def sums_of_rows(chosen, x, start=0.0):
 
     x is multiplied in two parts of 8 bits: the error is 2^-17 per term.
     """
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
-    s = tl.dot(chosen, high.to(tl.bfloat16), tl.zeros_like(x) + start)
-    return tl.dot(chosen, (x - high).to(tl.bfloat16), s)
+    high, low = in_two(x)
+    return tl.dot(chosen, low, tl.dot(chosen, high, tl.zeros_like(x) + start))
 
 
 @triton.jit
@@ -42,17 +42,15 @@ def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOS
 
 
 @triton.jit
-def selected_by_parts(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """The same as ``selected``, in a loop over parts of x of 8 bits: two of them, three where products are as exact as float32.
+def sums_by_parts(chosen, x, PRECISION: tl.constexpr):
+    """The sums of the rows of x that the rows of ``chosen`` [C,C], bfloat16 of 0 and 1, select, in a loop over parts of x of 8 bits.
 
-    If a result of a product is an operand of another product, Triton assigns all columns to each warp. With 8 warps and 64 rows, the second
-    four warps then repeat the work of the first, and a tile takes twice the registers. What leaves a loop is no operand in this sense.
+    Two parts, three where products are as exact as float32. If a result of a product is an operand of another product, Triton assigns all
+    columns to each warp. With 8 warps and 64 rows, the second four warps then repeat the work of the first, and a tile takes twice the
+    registers. What leaves a loop is no operand in this sense.
     """
     if PRECISION == "ieee":
-        return selected(x, levels, n, i, C, PRECISION, TRANSPOSED)
-    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
-    if TRANSPOSED:
-        chosen = tl.trans(chosen)
+        return tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
     PARTS: tl.constexpr = 3 if PRECISION == "tf32x3" else 2
     s = tl.zeros_like(x)
     for _ in tl.range(PARTS, num_stages=1):
@@ -60,6 +58,15 @@ def selected_by_parts(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr,
         s = tl.dot(chosen, high.to(tl.bfloat16), s)
         x -= high
     return s
+
+
+@triton.jit
+def selected_by_parts(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """The same as ``selected``, by ``sums_by_parts``."""
+    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
+    if TRANSPOSED:
+        chosen = tl.trans(chosen)
+    return sums_by_parts(chosen, x, PRECISION)
 
 
 @triton.jit

@@ -116,6 +116,13 @@ def to_tf32(x):
 
 
 @triton.jit
+def in_two(x):
+    """X as the sum of two bfloat16 tiles: 16 significant bits with the range of float32. Rounded in integers: two casts are slower."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
 def powers_of_two(largest, LEAST: tl.constexpr = 81):
     """Two reciprocal powers of two. ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^(LEAST - 127).
 

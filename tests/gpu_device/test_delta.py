@@ -13,6 +13,9 @@ from shares import check_shared_tiles
 
 from penstock.gpu.launch import trying
 
+pytest.importorskip("triton")
+from delta_products import check_inverse, check_products
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -211,3 +214,14 @@ SHARING = [
 @pytest.mark.parametrize(("case", "own_values"), SHARING, ids=str)
 def test_passes_take_the_tiles_of_summaries(case, own_values):
     check_shared_tiles(case, own_values and torch.cuda.get_device_capability()[0] == 9, DEVICE)
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16", "tf32", "ieee"])
+def test_products_of_parts(precision):
+    check_products(precision, DEVICE)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16", "ieee"])
+def test_the_inverse_of_a_chunk(precision, in_place):
+    check_inverse(precision, in_place, DEVICE)

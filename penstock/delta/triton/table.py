@@ -31,9 +31,9 @@ class KernelConfig(NamedTuple):
 def config(kernel: str, K: int, V: int, precision: str, target: Target) -> KernelConfig:
     """Sizes for a kernel on a GPU. Those of steps are measured, the others are those with the least spills.
 
-    Where all operands of products are registers (``from_registers``), each warp has all columns of the right operand: blocks are small, and
-    smallest for operands of 32 bits. So they are for float32 where sums and operands are in tensor memory. On Hopper blocks have at least
-    ``LEAST`` channels.
+    Where all operands of products are registers (``from_registers``), blocks are small, and smallest for operands of 32 bits. So they are
+    for float32 where sums and operands are in tensor memory. On Hopper blocks have at least ``LEAST`` channels. 8 warps share the work,
+    see ``portable/products.py``.
     """
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
@@ -43,23 +43,23 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
         BV = min(power(V), 64)
         return KernelConfig(max(power(K) * BV // 2048, 1), BV=BV, programs_per_sm=4)
     if kernel == "chain":
-        narrow = KernelConfig(8, BV=config("walk", K, V, precision, target).BV, BJ=power(K, LEAST))
+        narrow = KernelConfig(8, BV=config("walk", K, V, precision, target).BV)
         return narrow if K <= NARROW else KernelConfig(8, BV=32, BJ=16)
     if K > NARROW and kernel in ("walk", "walk_backward"):
         return _wide(kernel, precision, target)
     if target.amd:
+        if kernel == "walk" and precision == "ieee":
+            return KernelConfig(4, BV=32)
         small = kernel in ("prepare", "prepare_anchored", "gradients")
         return KernelConfig(4 if small else 8, BJ=32 if small else LEAST)
     if from_registers(target):
         return _of_registers(kernel, precision)
     if precision == "tf32x3" and tensor_memory(target):
-        return KernelConfig(8, BV=32, BJ=32 if kernel == "scalar_gradients" else LEAST)
-    wide = K > LEAST
-    if kernel == "prepare":
-        return KernelConfig(8 if wide else 4)
-    if kernel in ("gradients", "scalar_gradients"):
-        return KernelConfig(8)
-    return KernelConfig(4, stages=2 if kernel == "walk" and precision == "bf16" else 1)
+        return KernelConfig(8, BV=16 if kernel == "walk_backward" else 32, BJ=32 if "gradients" in kernel else LEAST)
+    if kernel == "walk" and precision == "bf16":  # 8 warps would repeat the work of 4 on Hopper
+        return KernelConfig(8 if tensor_memory(target) and K > LEAST else 4, stages=2)
+    few = K <= LEAST and precision == "bf16" and kernel in ("walk_backward", "pairs_backward")
+    return KernelConfig(4 if few else 8)
 
 
 def _of_registers(kernel: str, precision: str) -> KernelConfig:
@@ -67,20 +67,20 @@ def _of_registers(kernel: str, precision: str) -> KernelConfig:
     if precision != "bf16":
         return KernelConfig(8, BV=16, BJ=16)
     if kernel in ("walk", "walk_backward"):
-        return KernelConfig(4, BV=32)
-    return KernelConfig(8, BV=32 if kernel == "scalar_gradients" else LEAST, BJ=32)
+        return KernelConfig(8, BV=32)
+    return KernelConfig(8, BV=32 if kernel in ("scalar_gradients", "pairs_backward") else LEAST, BJ=32)
 
 
 def _wide(kernel: str, precision: str, target: Target) -> KernelConfig:
     """Sizes of a walk with a state of more than ``NARROW`` key channels.
 
     sm_100: larger accumulators do not fit its 512 columns of tensor memory. sm_80: without a limit of registers ptxas takes 32 for operands
-    of 32 bits and spills 9 KB; with a limit of 255 it spills 2. sm_90: backward, two streams with blocks of 64 need 256 KB of shared memory
-    for float32.
+    of 32 bits and spills 9 KB; with a limit of 255 it spills up to 0.7. sm_90: backward, two streams with blocks of 64 need 256 KB of
+    shared memory for float32.
     """
     registers = from_registers(target)
     if precision == "bf16":
-        return KernelConfig(8, BV=32 if registers else LEAST)
+        return KernelConfig(8, BV=16 if registers and kernel == "walk" else 32 if registers or tensor_memory(target) else LEAST)
     if target.nvidia and registers:
         return KernelConfig(8, BV=16, registers=255)
     if tensor_memory(target):

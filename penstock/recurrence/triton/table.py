@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from ...gpu.target import Target, from_registers
+from ...gpu.target import Target, from_registers, tensor_memory
 
 KERNELS = ("forward", "backward", "states", "recurrent", "step")
 """The last two are one source: whole sequences token by token, and decode steps in place."""
@@ -79,8 +79,25 @@ def by_rule(key: Key, target: Target) -> KernelConfig:
         config = _of_255_registers(config, key)
     if target.arch == "sm_90" and key in HOPPER:
         config = config._replace(form="hopper", programs_per_sm=min(config.programs_per_sm, 2))  # two fit at K = 64
-    if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
-        config = config._replace(C=min(config.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
+    if tensor_memory(target) and key.kernel in ("forward", "backward"):
+        config = _of_tensor_memory(config, key)
+    return config
+
+
+def _of_tensor_memory(config: KernelConfig, key: Key) -> KernelConfig:
+    """Sizes if products go to tensor memory, from which threads read them: 8 warps, and short chunks where a state is large.
+
+    Bytes of spills on sm_100 with 4 warps or in chunks of 32, and now: gla at 64 forward 336, 0; backward 408, 0; in float32 848, 8; at 128
+    464, 0 and 376, 80; with K = 256 600, 216 and 712, 40; rwkv6 at 64 in float16 680, 8 and 584, 0; retention with K = 256 200, 0.
+    """
+    if key.decay == "channel":
+        config = config._replace(warps=8)
+    if key.kernel == "forward" and key.K > 128 and key.decay != "none":
+        return config._replace(warps=8, C=16, stages=1)
+    if key.kernel == "backward" and key.precision == "tf32x3" and key.decay == "channel":
+        return config._replace(C=16)
+    if key.kernel == "backward" and key.decay == "scalar":
+        return config._replace(C=min(config.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there
     return config
 
 
@@ -149,7 +166,8 @@ def shared_bytes(config: KernelConfig, key: Key) -> int:
     """Shared memory that a program may take: never less than what it was compiled to (bench/resources.json), up to 3 times as much.
 
     A state (in float32 products also as it was), four tiles and A are operands there or change their layout through it, in the
-    backward pass a fifth tile and the gradient of A; and each stage but one of the pipeline waits there.
+    backward pass a fifth tile (half a tile more in short chunks of float32) and the gradient of A; and each stage but one of the pipeline
+    waits there.
     """
     size = 2 if key.precision == "bf16" else 4
     if key.kernel in ("recurrent", "step"):
@@ -160,7 +178,7 @@ def shared_bytes(config: KernelConfig, key: Key) -> int:
         K = max(key.K, LEAST)
     tiles, states = C * (3 * K + V + C), K * V
     if key.kernel == "backward":
-        tiles += C * (K + C)
+        tiles += C * (K + C) + C * K // 2 * (size == 4 and C < 32)
     elif key.kernel == "forward" and size == 4:
         states *= 2
     layouts = size * (states + tiles)

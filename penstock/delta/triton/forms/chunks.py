@@ -12,7 +12,6 @@ from ....call.implementation import Example
 from ....gpu.dyadic import lengths
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size
-from ....gpu.target import tensor_memory
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ... import inputs
 from ..calls import CHANNEL, NONE, SCALAR, Backward, C, Call, Forward, InPlace
@@ -26,8 +25,6 @@ def refuses(call: Call) -> str | None:
     """All key channels of a head are one tile. Log decays have been computed."""
     if call.p.raw is not None:
         return "it takes log decays"
-    if call.streams == 2 and call.precision == "tf32x3" and tensor_memory(call.target):
-        return f"sums of float32 pairs of two streams do not fit the tensor memory of {call.target.arch}"
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
@@ -61,6 +58,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
             anchored_prepare.penstock_delta_prepare_anchored, call.programs(slots, 1), ("q", "k", "g", "a", "b", *tiles, "cu_seqlens"),
             (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "a", "b")), b.warps, fused=fused, writes=tiles,
             K=call.K, BK=BK, C=C, PACKED=call.packed, PIECE=piece, PRECISION=call.precision,
+            SOLVE="bf16" if call.precision == "bf16" else call.solve,
         )  # fmt: skip
         return
     products = memory("pairs", 2, C, C, dtype=torch.float32)

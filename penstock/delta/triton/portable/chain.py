@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....gpu.tiles import product, slot_of, tokens_of
+from ....gpu.tiles import slot_of, tokens_of
+from .products import product
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ....gpu.decays import decays
 from ....gpu.levels import selected_by_parts
-from ....gpu.tiles import product, tile
+from ....gpu.tiles import tile
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
@@ -33,6 +33,7 @@ from .levels import (
     where_written,
 )
 from .prepare import channels
+from .products import product
 
 
 @triton.jit

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR
-from ....gpu.tiles import product, tile
+from ....gpu.tiles import tile
 from .levels import EXCLUSIVE, INCLUSIVE, chunk_of, ordered, scalar_factors, strengths, where_written
+from .products import product
 
 
 @triton.jit

@@ -8,8 +8,7 @@ after the decay, else exp(sum u < t). Pairs are products by levels (``levels.py`
     Ap = Aq T                                        Bt = T^T (b o rest)
     Qr = scale q o read                              Ar = a o reada                           two streams: Kr = k o rest
 
-T is the operand of no value and no state: its entries multiply Aq and b alone. 16x16 diagonal blocks of T are substituted forward in
-float32. Then pairs of blocks are merged, T21 = T22 (N21 T11). T - I is the operand, and the identity is added in float32.
+T is the operand of no value and no state: its entries multiply Aq and b alone. See ``inverse.py``.
 
 Memory that only this program uses, ``pairs`` and ``solved``, carries tiles from one phase to the next: a barrier of the program is enough.
 """
@@ -20,8 +19,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR, decays
-from ....gpu.levels import apart, selected_by_parts
-from ....gpu.tiles import product, tile
+from ....gpu.levels import selected_by_parts
+from ....gpu.tiles import tile
+from .inverse import solve, store_product_with_T
 from .levels import (
     EXCLUSIVE,
     INCLUSIVE,
@@ -30,14 +30,10 @@ from .levels import (
     factor_of_removals,
     factors_of_level,
     halves_of_level,
-    ordered,
     pairs_of_level,
     scalar_factors,
-    strengths,
-    within,
 )
-
-SUBCHUNK = tl.constexpr(16)  # tokens of a block that is solved by substitution
+from .products import product, product_with_T
 
 
 @triton.jit
@@ -132,45 +128,6 @@ def store_scalar_pairs(
     tl.store(pairs + C * C + at, -ab * between)
 
 
-@triton.jit
-def solved_blocks(pairs, beta, tokens, beta_t, C: tl.constexpr, STREAMS: tl.constexpr):
-    """T - I of the diagonal blocks [C/16,16,16], by forward substitution: row r of T is row r of I plus N[r,:r] T[:r]."""
-    block = tl.arange(0, C // SUBCHUNK) * SUBCHUNK
-    r = tl.arange(0, SUBCHUNK)
-    t = tl.zeros((C // SUBCHUNK, SUBCHUNK, SUBCHUNK), tl.float32)
-    for row in tl.range(1, SUBCHUNK, num_stages=1):
-        token = block + row
-        strength = strengths(beta, token, token < tokens, beta_t, STREAMS)
-        base = pairs + C * C + (token * C + block)[:, None]
-        n = tl.load(base + r[None, :], mask=(r < row)[None, :], other=0.0) * strength[:, None]
-        made = n + tl.sum(n[:, :, None] * t, 1)
-        t = tl.where((r == row)[None, :, None], made[:, None, :], t)
-    return t
-
-
-@triton.jit
-def solve(pairs, solved, beta, tokens, beta_t, i, C: tl.constexpr, STREAMS: tl.constexpr, SOLVE: tl.constexpr):
-    """T - I [C,C], also stored in ``solved``. Entries of ``pairs`` outside of the diagonal blocks are read once for each merge."""
-    t = solved_blocks(pairs, beta, tokens, beta_t, C, STREAMS)
-    block = tl.arange(0, C // SUBCHUNK)[:, None, None] * SUBCHUNK
-    r = tl.arange(0, SUBCHUNK)
-    tl.store(solved + (block + r[None, :, None]) * C + block + r[None, None, :], t)
-    tl.debug_barrier()
-    at = i[:, None] * C + i[None, :]
-    T = tl.load(solved + at, mask=within(i, SUBCHUNK), other=0.0)
-    strength = strengths(beta, i, i < tokens, beta_t, STREAMS)[:, None]
-    L: tl.constexpr = SUBCHUNK
-    for level in tl.static_range(2):
-        between = apart(i, L << level)
-        N = tl.load(pairs + C * C + at, mask=between, other=0.0) * strength
-        N += product(N, T, SOLVE)
-        N += product(T, N, SOLVE)
-        T += tl.where(between, N, 0.0)
-    tl.debug_barrier()
-    tl.store(solved + at, T)
-    return T
-
-
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_delta_prepare(
     q, k, g, beta, a, b, levels, levels_before, pairs, late, solved, ap, bt, qr, ar, kr, total, cu_seqlens, scale, N, T, H,
@@ -235,12 +192,10 @@ def penstock_delta_prepare(
     else:
         between, _read, _rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
         store_scalar_pairs(queries, removals, between, pairs, at, i, live, scale, K, BK, BJ, C, PRECISION)
-    tl.debug_barrier()
 
-    E = solve(pairs, solved, beta, tokens, beta_t, i, C, STREAMS, SOLVE)
-    Aq = tl.load(pairs + at, mask=ordered(i, INCLUSIVE), other=0.0)
-    tl.store(ap + at, (Aq + product(Aq, E, SOLVE)).to(ap.dtype.element_ty))
-    Et = tl.trans(E)
+    solve(pairs + C * C, solved, beta, tokens, beta_t, i, C, STREAMS, SOLVE)
+    store_product_with_T(ap, pairs, solved, i, C, BJ, SOLVE)
+    Et = tl.trans(tl.load(solved + at))
     for first in tl.range(0, BK, BJ, num_stages=1):
         j = first + tl.arange(0, BJ)
         B = channels(writes, i, live, j, K, BK)
@@ -249,4 +204,4 @@ def penstock_delta_prepare(
         else:
             _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
             B *= rest[:, None]
-        tl.store(bt + tiles + j[None, :], (B + product(Et, B, SOLVE)).to(bt.dtype.element_ty))
+        tl.store(bt + tiles + j[None, :], (B + product_with_T(Et, B, SOLVE)).to(bt.dtype.element_ty))

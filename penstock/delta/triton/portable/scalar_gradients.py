@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import SCALAR
-from ....gpu.tiles import product
 from .gradients import gradients_of_columns, gradients_of_rows, store_columns
 from .levels import EXCLUSIVE, INCLUSIVE, chunk_of, ordered, scalar_factors, strengths
 from .prepare import channels
+from .products import product
 
 
 @triton.jit(do_not_specialize=["N", "T"])

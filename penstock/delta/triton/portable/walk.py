@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR
-from ....gpu.tiles import product, rounded, sequence_with_pieces, slot_of, tile, tokens_of
+from ....gpu.tiles import rounded, sequence_with_pieces, slot_of, tile, tokens_of
 from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths, where_written
+from .products import product, product_apart
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
@@ -74,6 +75,8 @@ def penstock_delta_walk(
     else:
         S = tl.zeros((BK, BV), tl.float32)
     zero = tl.zeros((), tl.int64)
+    once = tl.minimum(tokens, 1)
+    APART: tl.constexpr = STAGES == 1
     for t in tl.range(0, tokens, C, num_stages=STAGES):
         to = zero + t
         here = share + to // C * H
@@ -83,12 +86,12 @@ def penstock_delta_walk(
         Vt = tile(v + to * v_t, i, live, v_t, y, v_v, V, BV)
         strength = strengths(beta + to * beta_t, i, live, beta_t, STREAMS)[:, None]
         if GATE == CHANNEL:
-            X = product(tl.load(ar + here * (C * BK) + tiles), S, PRECISION)
-            O = product(tl.load(qr + here * (C * BK) + tiles), S, PRECISION)
+            X = product_apart(tl.load(ar + here * (C * BK) + tiles), S, once, APART, PRECISION)
+            O = product_apart(tl.load(qr + here * (C * BK) + tiles), S, once, APART, PRECISION)
             S *= tl.load(total + here * BK + j)[:, None]
         else:
-            X = -product(tile(k + to * k_t, i, live, k_t, j, k_k, K, BK), S, PRECISION)
-            O = product(tile(q + to * q_t, i, live, q_t, j, q_k, K, BK), S, PRECISION) * scale
+            X = -product_apart(tile(k + to * k_t, i, live, k_t, j, k_k, K, BK), S, once, APART, PRECISION)
+            O = product_apart(tile(q + to * q_t, i, live, q_t, j, q_k, K, BK), S, once, APART, PRECISION) * scale
             if GATE == SCALAR:
                 _between, read, _rest, decay = scalar_factors(g + to * g_t, i, live, g_t, True)
                 X *= read[:, None]
@@ -99,7 +102,7 @@ def penstock_delta_walk(
         else:
             after = late + here * (2 * C * C) + at
             pairs = tl.load(after + C * C, mask=ordered(i, EXCLUSIVE), other=0.0)
-            X = (X + product(pairs, Vt, PRECISION)).to(OPERAND)
+            X = (X + product_apart(pairs, Vt, once, APART, PRECISION)).to(OPERAND)
         if KEEP:
             tl.store(x + (here * C + i[:, None]) * V + y[None, :], X.to(x.dtype.element_ty), mask=(y < V)[None, :])
         if STREAMS == 1:

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import CHANNEL, SCALAR
-from ....gpu.tiles import product, slot_of, tile, tokens_of
+from ....gpu.tiles import slot_of, tile, tokens_of
 from .levels import EXCLUSIVE, INCLUSIVE, ordered, scalar_factors, strengths, where_written
+from .products import product, product_apart
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
@@ -59,6 +60,8 @@ def penstock_delta_walk_bwd(
     else:
         dS = tl.zeros((BK, BV), tl.float32)
     zero = tl.zeros((), tl.int64)
+    once = tl.minimum(tokens, 1)
+    APART: tl.constexpr = STAGES == 1
     chunks = tl.cdiv(tokens, C)
     for back in tl.range(0, chunks, num_stages=STAGES):
         to = zero + (chunks - 1 - back) * C
@@ -67,8 +70,8 @@ def penstock_delta_walk_bwd(
         strength = strengths(beta + to * beta_t, i, live, beta_t, STREAMS)[:, None]
         dO = tile(d_output + to * o_t, i, live, o_t, y, o_v, V, BV)
         tl.store(d_chunk_states + (here * K + j[:, None]) * V + y[None, :], dS.to(d_chunk_states.dtype.element_ty), mask=inside)
-        Z = product(tl.trans(tl.load(ap + here * (C * C) + at)), dO, PRECISION)
-        Z += product(tl.load(bt + here * (C * BK) + tiles), dS, PRECISION)
+        Z = product_apart(tl.trans(tl.load(ap + here * (C * C) + at)), dO, once, APART, PRECISION)
+        Z += product_apart(tl.load(bt + here * (C * BK) + tiles), dS, once, APART, PRECISION)
         tl.store(z + (here * C + i[:, None]) * V + y[None, :], Z.to(z.dtype.element_ty), mask=(y < V)[None, :])
         Y = where_written(strength, strength) * Z
         dV = Y

@@ -1,0 +1,88 @@
+"""Products and the inverse of the portable kernels of the delta rule, by launches of their own: on a GPU, or under the interpreter."""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.delta.triton.portable.inverse import solve
+from penstock.delta.triton.portable.products import product, product_with_T
+
+C = 64
+ERRORS = {"tf32x3": 2.0**-19, "bf16": 2.0**-13, "ieee": 2.0**-19, "tf32": 2.0**-9}
+"""Of the sum of the magnitudes of terms: two operands of 22, 16, 24 and 11 significant bits, truncated, and float32 sums of 64 terms."""
+
+
+@triton.jit
+def penstock_test_product(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WITH_T: tl.constexpr):
+    """C = A B [M,N]."""
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
+    x = tl.load(a + m * K + k[None, :])
+    y = tl.load(b + k[:, None] * N + n)
+    if WITH_T:
+        z = product_with_T(x, y, PRECISION)
+    else:
+        z = product(x, y, PRECISION)
+    tl.store(c + m * N + n, z)
+
+
+@triton.jit
+def penstock_test_solve(pairs, beta, solved, tokens, C: tl.constexpr, STREAMS: tl.constexpr, SOLVE: tl.constexpr):
+    """T - I = (I - diag(beta) N)^-1 - I [C,C]."""
+    solve(pairs, solved, beta, tokens, 1, tl.arange(0, C), C, STREAMS, SOLVE)
+
+
+def multiplied(a, b, precision, with_T=False, warps=8):
+    """A B by the kernels' product."""
+    c = a.new_empty(len(a), b.shape[1])
+    penstock_test_product[(1,)](a, b, c, len(a), b.shape[1], len(b), precision, with_T, num_warps=warps)
+    return c
+
+
+def inverse(pairs, beta, precision, tokens=C, in_place=False, warps=8):
+    """T - I by the kernels' ``solve``. ``in_place``: T - I takes the memory of N."""
+    found = pairs.clone() if in_place else torch.full_like(pairs, float("nan"))
+    given = found if in_place else pairs
+    penstock_test_solve[(1,)](
+        given, given if beta is None else beta, found, tokens, C, 2 if beta is None else 1, precision, num_warps=warps
+    )
+    return found
+
+
+def check_products(precision, device):
+    """A B of three shapes against float64, and of operands with inf and NaN."""
+    random = torch.Generator().manual_seed(0)
+    with_T = precision == "bf16"
+    for M, N, K in ((64, 32, 128), (64, 64, 64), (128, 64, 64), (32, 32, 32)):
+        a, b = (torch.randn(shape, generator=random) * torch.randn(shape, generator=random).exp() for shape in ((M, K), (K, N)))
+        size = a.double().abs() @ b.double().abs()
+        error = (multiplied(a.to(device), b.to(device), precision, with_T).cpu().double() - a.double() @ b.double()).abs()
+        assert float((error / size).max()) <= ERRORS[precision], (precision, M, N, K)
+    if precision in ("tf32x3", "ieee"):
+        a[3, 5], a[7, 1], b[4, 9], b[:, 20] = float("inf"), float("nan"), -float("inf"), float("nan")
+        b[5, 11] = 0.0
+        wanted = a.double() @ b.double()
+        found = multiplied(a.to(device), b.to(device), precision).cpu().double()
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.isinf(), wanted.isinf())
+        infinite = wanted.isinf()
+        assert torch.equal(found[infinite], wanted[infinite])
+
+
+def check_inverse(precision, in_place, device):
+    """T against float64, with beta or without, of tokens that are equal, and of fewer tokens than a chunk."""
+    random = torch.Generator().manual_seed(1)
+    keys = torch.nn.functional.normalize(torch.randn(C, 16, generator=random), dim=-1)
+    keys[20:40] = keys[20]
+    upper = torch.full((C, C), float("nan")).triu()
+    N = -(keys @ keys.T).tril(-1)
+    for beta, tokens in ((None, C), (torch.rand(C, generator=random) * 2, C), (torch.rand(C, generator=random) * 2, 37)):
+        live = torch.arange(C) < tokens
+        pairs = N * live[:, None] * live
+        strength = torch.ones(C) if beta is None else beta * live
+        wanted = torch.linalg.inv(torch.eye(C).double() - strength.double()[:, None] * pairs.double()) - torch.eye(C).double()
+        given = pairs if beta is None else beta.to(device)
+        found = inverse((pairs + upper).to(device), None if beta is None else given, precision, tokens, in_place).cpu().double()
+        bound = (wanted.abs() + torch.eye(C)) @ (strength[:, None] * pairs.abs()).double() @ (wanted.abs() + torch.eye(C))
+        assert found.isfinite().all()
+        assert float((found - wanted).norm() / bound.norm()) <= ERRORS[precision], (precision, in_place, tokens)
+        assert found.triu().count_nonzero() == 0
