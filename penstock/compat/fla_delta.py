@@ -45,6 +45,10 @@ def _kda(call: Call) -> Output:
             if bound is None:
                 call.refuse("A_log", "given with use_gate_in_kernel, unless there is a lower_bound", "Pass A_log [H].")
             gates["A_log"] = torch.zeros(heads, dtype=torch.float32, device=v.device if isinstance(v, Tensor) else None)
+        if bound is None and call.get("safe_gate"):
+            call.refuse(
+                "lower_bound", "given with safe_gate and use_gate_in_kernel, as in fla", "Leave out safe_gate: no gate needs it here."
+            )
         if isinstance(bias, Tensor) and bias.dim() == 1 and bias.numel() % heads == 0:
             gates["dt_bias"] = bias.view(heads, -1)
         gates["lower_bound"] = bound

@@ -85,6 +85,8 @@ class DeltaNet(DeltaMixer):
     (torch.Size([1, 2, 8, 8]), torch.Size([1, 3, 48]))
     """
 
+    unquantized = ("b_proj",)
+
     def __init__(self, config: DeltaNetConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, gated=config.use_gate, activation="silu" if config.qk_activation == "silu" else None)
         if config.use_beta:

@@ -56,6 +56,8 @@ class GatedDeltaNet(DeltaMixer):
     (torch.Size([1, 4, 8, 8]), torch.Size([1, 3, 64]))
     """
 
+    unquantized = ("a_proj", "b_proj")
+
     def __init__(self, config: GatedDeltaNetConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, gated=config.use_gate, gate=config.gate_activation)
         _, H, _, V = self.heads

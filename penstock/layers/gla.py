@@ -70,6 +70,8 @@ class GatedLinearAttention(HeadsMixer):
     torch.Size([1, 2, 4, 8])
     """
 
+    unquantized = ("gk_proj",)
+
     def __init__(self, config: GLAConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
         self.config = config

@@ -57,6 +57,8 @@ class KimiDeltaAttention(DeltaMixer):
     (torch.Size([1, 2, 8, 8]), torch.Size([1, 3, 48]))
     """
 
+    unquantized = ("f_proj", "b_proj", "g_proj")
+
     def __init__(self, config: KDAConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, gated=True, gate="sigmoid")
         _, H, K, V = self.heads

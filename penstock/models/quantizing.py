@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ from ..errors import Complaints, DtypeError, RangeError, described
 from ..layers.adapted import sharing
 from ..layers.as_written import hooked, overridden
 from ..layers.linear import Linear
+from ..layers.mixer import Mixer
 from ..layers.quantization import KINDS, Kind, Quantized, is_large, quantized
 from ..layers.quantized import QuantizedLinear
 from .causal_lm import CausalLM
@@ -24,9 +26,9 @@ def quantize(model: CausalLM, kind: Kind) -> CausalLM:
     kind : "int8" or "int4"
         ``int8``: a scale for each row of a weight. ``int4``: a scale for each 64 columns of a row.
 
-    A linear map is large if both of its sizes are at least a quarter of the hidden size. Embeddings, low-rank maps, convolutions and all
-    vectors keep their dtype; a head that is tied to the embeddings gets a quantized copy. The new model computes and continues states as
-    any other. Gradients reach its inputs and its other weights.
+    A linear map is large if both of its sizes are at least a quarter of the hidden size. Embeddings, low-rank maps, maps to a number for
+    each head (``Mixer.unquantized``), convolutions and all vectors keep their dtype; a head that is tied to the embeddings gets a
+    quantized copy. The new model computes and continues states as any other. Gradients reach its inputs and its other weights.
 
     Raises DtypeError or RangeError: for a model without such maps, with linear maps that have hooks or adapters or are of other classes,
     or with NaN or infinite weights. ``load(path, quantize=...)`` has no unquantized copy of all weights at any time.
@@ -71,8 +73,9 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     found = {}
     if kinds := quantized_kinds(model):
         complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}")
+    kept = {part for mixer in model.modules() if isinstance(mixer, Mixer) for name in mixer.unquantized for part in parts(mixer, name)}
     for name, one in model.named_modules():
-        if isinstance(one, nn.Linear) and is_large(one.out_features, one.in_features, model.config.hidden_size):
+        if one not in kept and isinstance(one, nn.Linear) and is_large(one.out_features, one.in_features, model.config.hidden_size):
             found[name] = one
             plain = nn.Linear if type(one) is nn.Linear else Linear
             why = f"is a {type(one).__name__}" if type(one) not in (nn.Linear, Linear) else _altered(one, plain)
@@ -83,6 +86,12 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
         rule = "one of linear maps whose sizes are at least a quarter of the hidden size"
         complaints.add(RangeError, "model", rule, f"{type(model).__name__} without any")
     return found
+
+
+def parts(mixer: Mixer, name: str) -> Iterable[nn.Module]:
+    """A module of a mixer, which it may lack, and all in it."""
+    one = getattr(mixer, name, None)
+    return one.modules() if isinstance(one, nn.Module) else ()
 
 
 def _altered(one: nn.Linear, kind: type[nn.Module]) -> str | None:

@@ -141,6 +141,7 @@ def test_arguments_that_have_no_meaning_here_are_refused(inputs):
         (lambda: ours.chunk_kda(**kda, use_graph=True), "use_graph must be False"),
         (lambda: ours.chunk_kda(**kda, allow_neg_eigval=True), "allow_neg_eigval must be False without use_beta_sigmoid_in_kernel"),
         (lambda: ours.chunk_kda(**raw), "A_log must be given with use_gate_in_kernel, unless there is a lower_bound"),
+        (lambda: ours.chunk_kda(**raw, A_log=inputs["rate"], safe_gate=True), "lower_bound must be given with safe_gate and"),
         (lambda: ours.fused_recurrent_gdn(**gdn, gk=inputs["g"]), "gk must be left out where g is given"),
         (lambda: ours.fused_recurrent_gdn(**gdn, gv=inputs["g"]), "fused_recurrent_gdn: gv must be None"),
         (lambda: ours.fused_recurrent_gdn(inputs["q"], inputs["k"], inputs["v"], use_gate_in_kernel=True), "g must be given with"),

@@ -249,6 +249,11 @@ def test_adapters_of_transformers_classes(name: str, tmp_path: Path) -> None:
     whole = {"head.weight": wanted["head.weight"], **{key: x for key, x in adapter.items() if ".layers.1." in key}}
     found = load(tmp_path / "base", adapter=write_peft(whole, PEFT["LoRA"][0], tmp_path / "whole")).state_dict()
     assert error(found["head.weight"], wanted["head.weight"]) < 1e-6
+    for key in [one.removesuffix(".weight") for one in wanted if one != "head.weight"][::2]:  # half of the tensors are those of the head
+        pair = {one: x for one, x in adapter.items() if one.startswith((f"model.{key}.", "head."))}
+        found = load(tmp_path / "base", adapter=write_peft(pair, PEFT["LoRA"][0], tmp_path / f"{key} and head")).state_dict()
+        assert error(found["head.weight"], wanted["head.weight"]) < 1e-6
+        assert error(found[f"{key}.weight"], wanted[f"{key}.weight"]) < 1e-6
     adapter["model.embeddings.lora_embedding_A"] = torch.zeros(5)
     with pytest.raises(RangeError, match="one with lora_A and lora_B of embeddings"):
         load(tmp_path / "base", adapter=write_peft(adapter, PEFT["LoRA"][0], tmp_path / "wrong"))

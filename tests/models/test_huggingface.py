@@ -275,7 +275,8 @@ def test_errors(tmp_path: Path) -> None:
         ({"inputs_embeds": torch.zeros(3, 9, 16)}, RangeError, "inputs_embeds must be None with input_ids, got both"),
         ({"attention_mask": 2 * torch.ones_like(IDS)}, RangeError, "attention_mask must be 0 for padding and 1 for tokens, got 2"),
         ({"attention_mask": -1e9 * torch.ones(3, 9)}, RangeError, "attention_mask must be 0 for padding and 1 for tokens, got -1000000000"),
-        ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\] or wider, got \[3, 1, 9, 9\]"),
+        ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\], got \[3, 1, 9, 9\]"),
+        ({"attention_mask": torch.ones(3, 12)}, ShapeError, r"attention_mask must be of shape \[3, 9\], got \[3, 12\]"),
         ({"attention_mask": torch.zeros_like(IDS)}, RangeError, "attention_mask must be 1 for at least one token, got padding only"),
         ({"labels": IDS[:, 1:]}, ShapeError, r"labels must be of shape \[3, 9\], as input_ids, got \[3, 8\]"),
         ({"logits_to_keep": -1}, RangeError, "logits_to_keep must be at least 0, got -1"),
@@ -293,6 +294,11 @@ def test_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(kind, match=message), torch.no_grad():
             model(IDS, **options)
+    with torch.no_grad():
+        past, wide = model(IDS, use_cache=True)[CACHE], torch.ones(3, 20)
+        with pytest.raises(ShapeError, match=r"of shape \[3, 9\] or, with the tokens of the cache, \[3, 18\], got \[3, 20\]"):
+            model(IDS, attention_mask=wide, **{CACHE: past})
+        assert error(model(IDS, attention_mask=wide[:, :18], **{CACHE: past}).logits, model(torch.cat([IDS, IDS], 1)).logits[:, 9:]) < 1e-5
     for given, kind, message in (
         (IDS[0], ShapeError, r"input_ids must be a tensor of shape \[B,T\], got \[9\]. One sequence is input_ids\[None\]"),
         (IDS.tolist(), ShapeError, r"input_ids must be a tensor of shape \[B,T\], got \[\["),

@@ -312,12 +312,18 @@ def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
     for options in (
         {"subfolder": ""}, {"ignore_mismatched_sizes": False}, {"use_kernels": False}, {"weights_only": True},
         {"max_memory": {"cpu": "1GB"}},
-        {"device_map": {"": torch.device("cpu")}}, {"offload_folder": "x"}, {"low_cpu_mem_usage": True}, {"attn_implementation": "eager"},
+        {"device_map": {"": torch.device("cpu")}}, {"offload_folder": "x"}, {"low_cpu_mem_usage": True},
+        *({"attn_implementation": name} for name in ("eager", "sdpa", "flash_attention_2", "flex_attention")),
         {"tie_word_embeddings": False}, {"key_mapping": None}, {"quantization_config": None}, {"state_dict": None}, {"variant": None},
         {"trust_remote_code": True}, {"revision": "main", "token": None, "local_files_only": True},
     ):  # fmt: skip
         assert torch.equal(AutoModelForCausalLM.from_pretrained(path, **options)(ids).logits, wanted), options
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "here", subfolder="model")(ids).logits, wanted)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    made = AutoModelForCausalLM.from_config(loaded.config, attn_implementation="sdpa")
+    for one in (loaded, made):
+        one.set_attn_implementation("flash_attention_2")
+    assert torch.equal(loaded(ids).logits, wanted)
     for options, message in (
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes must be False, got True"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be False, as in the checkpoint, got True"),

@@ -91,9 +91,9 @@ class Archive:
                 complaints.add(RangeError, name, f"{rule} with all its values", value)
         complaints.raise_any()
 
-    def prefixes(self) -> list[str]:
-        """Prefixes of the names of a model: modules of trainers that contain it."""
-        return prefixes(self.tensors)
+    def prefixes(self, half: bool = False) -> list[str]:
+        """Prefixes of the names of a model: modules of trainers that contain it. ``half``: see ``names.prefixes``."""
+        return prefixes(self.tensors, half)
 
     def below(self, prefix: str) -> Archive:
         """The same archive with a prefix, or the longest part of it that they have, removed from names."""

@@ -58,7 +58,7 @@ class Beside:
             ours = CausalLM(config).state_dict()
         layouts = [rows, PENSTOCK.rows(config, None), *([] if BLINKDL.refuses(config) else [BLINKDL.rows(config, None)])]
         best: tuple[int, dict[str, Tensor], dict[str, Row]] = 0, {}, {}
-        for prefix in archive.prefixes():
+        for prefix in archive.prefixes(half=True):
             tensors = {name: x for name, x in archive.below(prefix).tensors.items() if not is_counter(x)}
             for layout in layouts:
                 known = {row.theirs[0]: row for row in layout if len(row.ours) == len(row.theirs) == 1}

@@ -33,14 +33,18 @@ def unwrapped(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def prefixes(names: Iterable[str]) -> list[str]:
-    """The prefixes, of whole parts, that most names share, the shortest first: "", then for example "module.", "module.model."."""
+def prefixes(names: Iterable[str], half: bool = False) -> list[str]:
+    """The prefixes, of whole parts, that most names share, the shortest first: "", then for example "module.", "module.model.".
+
+    half : bool
+        Whether half of the names are enough: an adapter may have one target below a prefix, and one beside it, such as a head.
+    """
     every = list(names)
     counts: Counter[str] = Counter()
     for name in every:
         parts = name.split(".")[:-1]
         counts.update(".".join([*parts[:n], ""]) for n in range(1, min(len(parts), DEEPEST) + 1))
-    return ["", *sorted((prefix for prefix, count in counts.items() if 2 * count > len(every)), key=len)]
+    return ["", *sorted((prefix for prefix, count in counts.items() if 2 * count + half > len(every)), key=len)]
 
 
 def without(name: str, prefix: str) -> str:

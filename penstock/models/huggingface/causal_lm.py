@@ -97,7 +97,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         inputs_embeds : Tensor [B,T,C]
             Embeddings as from ``get_input_embeddings()``, in place of ``input_ids``.
         attention_mask : Tensor [B,at least T], optional
-            0 for padding, which is left out, and 1 for tokens. Its last T columns count.
+            0 for padding, which is left out, and 1 for tokens. With a cache, it may begin with the columns of its tokens.
         past_key_values, cache : StateCache, optional
             The state that an earlier call returned; two names of one argument. It is updated: a call without gradients writes to its
             tensors.
@@ -134,7 +134,8 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
             raise TypeError(f"{name}: {other} is no argument of this model. See PenstockForCausalLM.forward.")
         B, T = check(name, input_ids, inputs_embeds, output_attentions, labels, shift_labels)
         check_columns(name, logits_to_keep, B, T)
-        keep = kept(name, attention_mask, B, T)
+        past = cache_of(name, past_key_values, cache)
+        keep = kept(name, attention_mask, B, T, past.columns if past is not None else 0)
         packing = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
         starts = offsets(name, B, T, keep, **packing, position_ids=position_ids)
         if context is not None:
@@ -142,7 +143,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         labelled = labels is not None or shift_labels is not None
         output = self.model(
             input_ids=input_ids, attention_mask=None if keep is None else attention_mask, cu_seqlens=starts, inputs_embeds=inputs_embeds,
-            past_key_values=cache_of(name, past_key_values, cache), use_cache=False if labelled and use_cache is None else use_cache,
+            past_key_values=past, use_cache=False if labelled and use_cache is None else use_cache,
             output_hidden_states=option(output_hidden_states, self.config.output_hidden_states), return_dict=True, context=context,
         )  # fmt: skip
         x, loss, logits = output.last_hidden_state, None, None

@@ -45,6 +45,15 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         others["tie_word_embeddings"] = bool(self.model.get("tie_embeddings", False))
         super().__init__(**others)
 
+    @property
+    def _attn_implementation(self) -> str:
+        """Of transformers, which would ask for its own attention. The layers have theirs."""
+        return "eager"
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        self._attn_implementation_internal = "eager"
+
     def describe(self, config: Config) -> None:
         """Set the sizes of the model."""
         self.model, self.tie_word_embeddings = config.to_dict(), config.tie_embeddings

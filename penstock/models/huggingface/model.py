@@ -69,13 +69,13 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         """Hidden states after the last norm, ``last_hidden_state`` [B,T,C], and the state. Arguments as for ``PenstockForCausalLM``."""
         name = type(self).__name__
         B, T = check(name, input_ids, inputs_embeds, output_attentions)
-        keep = kept(name, attention_mask, B, T)
+        past = cache_of(name, past_key_values, cache)
+        keep = kept(name, attention_mask, B, T, past.columns if past is not None else 0)
         packing = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
         starts = offsets(name, B, T, keep, **packing, position_ids=position_ids)
         if context is not None:
             check_alone(name, keep, starts)
         ids, embedded, starts, keep, _ = tokens = packed(input_ids, inputs_embeds, keep, starts)
-        past = cache_of(name, past_key_values, cache)
         cached = past is not None or (use_cache if use_cache is not None else self.config.use_cache and not self.training)
         every: list[Tensor] | None = [] if option(output_hidden_states, self.config.output_hidden_states) else None
         in_place = cached and context is None and not torch.is_grad_enabled() and not self._grows

@@ -52,14 +52,15 @@ def packed(ids: Tensor | None, embedded: Tensor | None, keep: Tensor | None, cu_
     return Tokens(parts[0], parts[1], cu_seqlens, keep, (B, T))
 
 
-def kept(function: str, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """Where there are tokens, bool [B,T]; None if nothing is padding. The last T columns of ``attention_mask`` count."""
+def kept(function: str, mask: Tensor | None, batch: int, tokens: int, cached: int = 0) -> Tensor | None:
+    """Where there are tokens, bool [B,T]; None if nothing is padding. ``attention_mask`` may begin with the ``cached`` tokens before."""
     if mask is None:
         return None
     complaints = Complaints(function)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < tokens:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (tokens, cached + tokens):
         found = list(mask.shape) if isinstance(mask, Tensor) else described(mask)
-        rule, remedy = f"of shape {[batch, tokens]} or wider", "Masks of pairs of tokens have no meaning here."
+        rule = f"of shape {[batch, tokens]}" + f" or, with the tokens of the cache, {[batch, cached + tokens]}" * (cached > 0)
+        remedy = "Masks of pairs of tokens have no meaning here."
         complaints.add(ShapeError, "attention_mask", rule, found, remedy)
         complaints.raise_any()
     mask = mask[:, mask.shape[1] - tokens :]

@@ -72,6 +72,9 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                 complaints.add(RangeError, "adapter", rule, f"{value} {shortened(', '.join(names))}")
         complaints.raise_any()
 
+    def set_attn_implementation(self, *arguments: Any, **options: Any) -> None:
+        """Of transformers; without effect, because layers have their own attention."""
+
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *arguments: Any, **options: Any
     ) -> nn.Embedding:
