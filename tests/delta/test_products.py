@@ -9,7 +9,7 @@ PRECISIONS = ["tf32x3", "ieee"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
 def test_products_of_parts(precision):
     check_products(precision, "cpu")
 
