@@ -89,15 +89,14 @@ class DeltaNet(DeltaMixer):
 
     def __init__(self, config: DeltaNetConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, gated=config.use_gate, activation="silu" if config.qk_activation == "silu" else None)
-        if config.use_beta:
-            self.b_proj = projection(hidden_size, self.heads.H)
+        self.b_proj = projection(hidden_size, self.heads.H) if config.use_beta else None
         if config.use_gate:
             self.g_proj = projection(hidden_size, self.heads.H * self.heads.V)
 
     def mix(self, x: Tensor, state: DeltaState, sequences: Sequences) -> tuple[Tensor, DeltaState]:
         """Y and the new state."""
         config = self.config
-        maps = ((self.b_proj,) if config.use_beta else ()) + ((self.g_proj,) if config.use_gate else ())
+        maps = (() if self.b_proj is None else (self.b_proj,)) + ((self.g_proj,) if config.use_gate else ())
         q, k, v, others, tails = self._project(x, state.tails, sequences, *maps)
         if config.use_beta:
             beta, neg = others.pop(0), config.allow_neg_eigval

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -73,7 +73,7 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     found = {}
     if kinds := quantized_kinds(model):
         complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}")
-    kept = {part for mixer in model.modules() if isinstance(mixer, Mixer) for name in mixer.unquantized for part in parts(mixer, name)}
+    kept = {part for mixer in model.modules() if isinstance(mixer, Mixer) for part in _kept_parts(complaints, mixer)}
     for name, one in model.named_modules():
         if one not in kept and isinstance(one, nn.Linear) and is_large(one.out_features, one.in_features, model.config.hidden_size):
             found[name] = one
@@ -88,10 +88,15 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     return found
 
 
-def parts(mixer: Mixer, name: str) -> Iterable[nn.Module]:
-    """A module of a mixer, which it may lack, and all in it."""
-    one = getattr(mixer, name, None)
-    return one.modules() if isinstance(one, nn.Module) else ()
+def _kept_parts(complaints: Complaints, mixer: Mixer) -> Iterator[nn.Module]:
+    """The modules that ``unquantized`` names, and all in them. Complains about names that are no modules."""
+    for name in mixer.unquantized:
+        one = getattr(mixer, name, name)
+        if isinstance(one, nn.Module):
+            yield from one.modules()
+        elif one is not None:
+            rule, remedy = "one whose mixers have the modules in their unquantized", "Where a mixer lacks one, set it to None."
+            complaints.add(RangeError, "model", rule, f"{type(mixer).__name__} without a module {name}", remedy)
 
 
 def _altered(one: nn.Linear, kind: type[nn.Module]) -> str | None:

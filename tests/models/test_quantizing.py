@@ -1,6 +1,7 @@
 """Models with weights of 8 and 4 bits: against models whose weights are the dequantized ones, in the engine, and their loss on a text."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from penstock.layers import modes
 from penstock.layers.adapted import adapted, chosen
 from penstock.layers.chains import Choice, recorded
 from penstock.layers.linear import Linear
+from penstock.layers.mixer import Mixer
 from penstock.layers.quantization import KINDS
 from penstock.layers.quantized import QuantizedLinear
-from penstock.models import CausalLM, gla, load, mamba2, quantize, rwkv6, rwkv7, save
+from penstock.models import CausalLM, delta_net, gla, load, mamba2, quantize, rwkv6, rwkv7, save
 
 pytestmark = pytest.mark.sampled(file=True)
 
@@ -54,7 +56,7 @@ def test_every_architecture(name, kind):
     assert sum(isinstance(part, QuantizedLinear) for part in one.modules()) >= 5
     assert isinstance(one.head, QuantizedLinear)
     small = [part for part in one.modules() if isinstance(part, nn.Sequential)]  # low-rank maps, in these sizes of large ranks
-    small += [getattr(part, name) for part in one.modules() for name in ("a_proj", "b_proj") if hasattr(part, name)]
+    small += [getattr(part, name) for part in one.modules() for name in ("a_proj", "b_proj") if getattr(part, name, None) is not None]
     assert not any(isinstance(part, QuantizedLinear) for each in small for part in each.modules())
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     ids = torch.randint(13, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -74,6 +76,23 @@ def test_small_maps_and_embeddings_are_kept():
         f"layers.0.mixer.gk_proj.{n}" for n in (0, 1)
     }
     assert model.embeddings.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", STATES_OF_FIXED_SIZE)
+def test_names_of_modules_that_are_kept(name, monkeypatch):
+    model = model_of(name)
+    for mixer in (one for one in model.modules() if isinstance(one, Mixer)):
+        assert all(isinstance(getattr(mixer, part), nn.Module | None) for part in mixer.unquantized)
+    monkeypatch.setattr(Mixer, "unquantized", ("q_projection",))
+    monkeypatch.setattr(type(model.layers[0].mixer), "unquantized", ("q_projection",))
+    with pytest.raises(RangeError, match="without a module q_projection"):
+        quantize(model, "int8")
+
+
+def test_maps_to_beta_that_are_left_out():
+    config = delta_net(vocab_size=13, hidden_size=64, num_layers=1, num_heads=2, intermediate_size=96)
+    model = CausalLM(replace(config, mixer=replace(config.mixer, use_beta=False)))
+    assert isinstance(quantize(model, "int8").layers[0].mixer.q_proj, QuantizedLinear)
 
 
 def test_heads_that_are_tied_get_a_copy(tmp_path):
