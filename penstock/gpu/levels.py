@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import dyadic
 from .launch import on_device_of
-from .tiles import in_two
+from .tiles import in_two, to_bfloat16
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def sums_by_parts(chosen, x, PRECISION: tl.constexpr):
     PARTS: tl.constexpr = 3 if PRECISION == "tf32x3" else 2
     s = tl.zeros_like(x)
     for _ in tl.range(PARTS, num_stages=1):
-        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        high = to_bfloat16(x)
         s = tl.dot(chosen, high.to(tl.bfloat16), s)
         x -= high
     return s

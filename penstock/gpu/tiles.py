@@ -116,9 +116,15 @@ def to_tf32(x):
 
 
 @triton.jit
+def to_bfloat16(x):
+    """Round float32 x to 8 significant bits, as float32. In integers: two casts are slower."""
+    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def in_two(x):
-    """X as the sum of two bfloat16 tiles: 16 significant bits with the range of float32. Rounded in integers: two casts are slower."""
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    """X as the sum of two bfloat16 tiles: 16 significant bits with the range of float32."""
+    high = to_bfloat16(x)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 

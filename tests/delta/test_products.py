@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from delta_products import check_inverse, check_products
+from delta_products import check_inverse, check_parts, check_products
 
 PRECISIONS = ["tf32x3", "ieee"]
 
@@ -12,6 +12,10 @@ PRECISIONS = ["tf32x3", "ieee"]
 @pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
 def test_products_of_parts(precision):
     check_products(precision, "cpu")
+
+
+def test_parts_of_products():
+    check_parts("cpu")
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock.delta.triton.portable.inverse import solve
-from penstock.delta.triton.portable.products import product, product_apart, product_with_T
+from penstock.delta.triton.portable.products import product, product_apart, product_with_T, tf32_part
 
 C = 64
 ERRORS = {"tf32x3": 2.0**-19, "bf16": 2.0**-13, "ieee": 2.0**-19, "tf32": 2.0**-9}
@@ -27,6 +27,14 @@ def penstock_test_product(a, b, c, once, M: tl.constexpr, N: tl.constexpr, K: tl
     else:
         z = product(x, y, PRECISION)
     tl.store(c + m * N + n, z)
+
+
+@triton.jit
+def penstock_test_parts(x, parts, N: tl.constexpr, OWN: tl.constexpr):
+    """The operand x [N] of each of three products [3,N]."""
+    at = tl.arange(0, N)
+    for n in tl.range(3, num_stages=1):
+        tl.store(parts + n * N + at, tf32_part(tl.load(x + at), n, OWN))
 
 
 @triton.jit
@@ -70,6 +78,24 @@ def check_products(precision, device):
         assert torch.equal(found.isinf(), wanted.isinf())
         infinite = wanted.isinf()
         assert torch.equal(found[infinite], wanted[infinite])
+
+
+def check_parts(device):
+    """Three products of parts of 11 significant bits against float64: at most 2^-21 of a product, and no bias."""
+    random = torch.Generator().manual_seed(2)
+    powers = 2.0 ** torch.randint(-50, 51, (4096,), generator=random)
+    a, b = ((1 + torch.rand(4096, generator=random)) * powers**sign for sign in (1, -1))
+    a[:2], b[:2] = torch.tensor([1 + 2.0**-11, 2 - 2.0**-23]), 1 + 2.0**-11 - 2.0**-23
+    parts = []
+    for own, x in enumerate((a, b)):
+        found = torch.empty(3, len(x), device=device)
+        penstock_test_parts[(1,)](x.to(device), found, len(x), own)
+        assert not (found.cpu().view(torch.int32) & 0x1FFF).any()
+        parts.append(found.cpu().double())
+    wanted = a.double() * b.double()
+    errors = ((parts[0] * parts[1]).sum(0) - wanted) / wanted
+    assert float(errors.abs().max()) <= 2.0**-21
+    assert float(errors.mean().abs()) <= 2.0**-26
 
 
 def check_inverse(precision, in_place, device):

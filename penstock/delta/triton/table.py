@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...gpu.target import Target, from_registers, power, tensor_memory
 
 LEAST = 64
-"""Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
+"""Blocks of the chunk kernels: with 32 columns of 16 bits and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
 NARROW = 128
 """Key channels of a head up to which 4 warps have a state of 64 value channels in registers. With more, walks have other sizes."""
 
@@ -32,8 +32,9 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     """Sizes for a kernel on a GPU. Those of steps are measured, the others are those with the least spills.
 
     Where all operands of products are registers (``from_registers``), blocks are small, and smallest for operands of 32 bits. So they are
-    for float32 where sums and operands are in tensor memory. On Hopper blocks have at least ``LEAST`` channels. 8 warps share the work,
-    see ``portable/products.py``.
+    for float32 where sums and operands are in tensor memory. On Hopper blocks have at least ``LEAST`` channels, but 32 value channels of
+    float32 beside more key channels (kda, heads of 128, H100: 0.89 of the time with 64, both passes 0.92; rwkv7, heads of 64: 1.05, 1.03).
+    8 warps share the work, see ``portable/products.py``.
     """
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
@@ -58,6 +59,8 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
         return KernelConfig(8, BV=16 if kernel == "walk_backward" else 32, BJ=32 if "gradients" in kernel else LEAST)
     if kernel == "walk" and precision == "bf16":  # 8 warps would repeat the work of 4 on Hopper
         return KernelConfig(8 if tensor_memory(target) and K > LEAST else 4, stages=2)
+    if precision == "tf32x3" and K > LEAST:
+        return KernelConfig(8, BV=32)
     few = K <= LEAST and precision == "bf16" and kernel in ("walk_backward", "pairs_backward")
     return KernelConfig(4 if few else 8)
 

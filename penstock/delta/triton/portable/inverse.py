@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .levels import strengths
+from .levels import strengths, within
 from .products import product_with_T
 
 SUBCHUNK = tl.constexpr(16)  # tokens of a block that is solved by substitution
@@ -39,7 +39,7 @@ def merge(pairs, solved, beta, tokens, beta_t, L, C: tl.constexpr, STREAMS: tl.c
     r = tl.arange(0, C // 2)
     first = r // L * (2 * L) + r % L  # the tokens of the first block of each pair
     second = first + L
-    own = (r // L)[:, None] == (r // L)[None, :]
+    own = within(r, L)
     strength = strengths(beta, second, second < tokens, beta_t, STREAMS)[:, None]
     at = second[:, None] * C + first[None, :]
     N = tl.load(pairs + at, mask=own, other=0.0) * strength
