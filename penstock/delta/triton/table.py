@@ -10,6 +10,8 @@ LEAST = 64
 """Blocks of the chunk kernels: with 32 columns of 16 bits and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
 NARROW = 128
 """Key channels of a head up to which 4 warps have a state of 64 value channels in registers. With more, walks have other sizes."""
+STREAMING = ("scalar_prepare", "scalar_gradients", "pairs_backward")
+"""Kernels of all chunks in parallel whose loops over channels load operands of products alone: bfloat16 is loaded a step ahead."""
 
 
 class KernelConfig(NamedTuple):
@@ -36,6 +38,15 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
     float32 beside more key channels (kda, heads of 128, H100: 0.89 of the time with 64, both passes 0.92; rwkv7, heads of 64: 1.05, 1.03).
     8 warps share the work, see ``portable/products.py``.
     """
+    sizes = _sizes(kernel, K, V, precision, target)
+    if kernel not in STREAMING or precision != "bf16":
+        return sizes
+    few = kernel == "scalar_prepare" and target.nvidia and not from_registers(target)  # it needs little more than two programs have
+    return sizes._replace(stages=2, registers=128 if few else 0)
+
+
+def _sizes(kernel: str, K: int, V: int, precision: str, target: Target) -> KernelConfig:
+    """Sizes but for loads ahead."""
     if kernel in ("recurrent", "step") and target.interpreted:
         return KernelConfig(1, BV=min(power(V), 64))
     if kernel == "recurrent":
@@ -44,14 +55,14 @@ def config(kernel: str, K: int, V: int, precision: str, target: Target) -> Kerne
         BV = min(power(V), 64)
         return KernelConfig(max(power(K) * BV // 2048, 1), BV=BV, programs_per_sm=4)
     if kernel == "chain":
-        narrow = KernelConfig(8, BV=config("walk", K, V, precision, target).BV)
+        narrow = KernelConfig(8, BV=_sizes("walk", K, V, precision, target).BV)
         return narrow if K <= NARROW else KernelConfig(8, BV=32, BJ=16)
     if K > NARROW and kernel in ("walk", "walk_backward"):
         return _wide(kernel, precision, target)
     if target.amd:
         if kernel == "walk" and precision == "ieee":
             return KernelConfig(4, BV=32)
-        small = kernel in ("prepare", "prepare_anchored", "gradients")
+        small = kernel in ("prepare", "scalar_prepare", "prepare_anchored", "gradients")
         return KernelConfig(4 if small else 8, BJ=32 if small else LEAST)
     if from_registers(target):
         return _of_registers(kernel, precision)

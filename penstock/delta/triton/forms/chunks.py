@@ -43,7 +43,6 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
     """Add the memory of tiles that depend on no states, and the launch that computes them. Other passes over its tokens may take them."""
     slots, H, BK, tile, two = call.chunks(C), call.H, call.BK, call.tile, call.streams == 2
     channel = call.decay == CHANNEL
-    b = call.config("prepare_anchored" if call.anchored else "prepare")
 
     def memory(name: str, *shape: Size, dtype: torch.dtype = tile, needed: bool = True) -> str:
         return plan.empty(name, slots, H, *shape, dtype=dtype) if needed else "q"
@@ -54,6 +53,7 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
         memory("total", BK, dtype=torch.float32, needed=channel),
     )  # fmt: skip
     if call.anchored:
+        b = call.config("prepare_anchored")
         plan.launch(
             anchored_prepare.penstock_delta_prepare_anchored, call.programs(slots, 1), ("q", "k", "g", "a", "b", *tiles, "cu_seqlens"),
             (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "a", "b")), b.warps, fused=fused, writes=tiles,
@@ -61,14 +61,15 @@ def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None
             SOLVE="bf16" if call.precision == "bf16" else call.solve,
         )  # fmt: skip
         return
+    b = call.config("prepare" if channel else "scalar_prepare")
     products = memory("pairs", 2, C, C, dtype=torch.float32)
     plan.launch(
         prepare.penstock_delta_prepare, call.programs(slots, 1),
         ("q", "k", "g", "beta", *call.streamed, *call.matrices(plan), products, *tiles, "cu_seqlens"),
-        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps, fused=fused,
-        writes=(products, *[name for name in tiles if name != "q"]),
+        (call.p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta", *call.streamed)), b.warps,
+        registers=b.registers, fused=fused, writes=(products, *[name for name in tiles if name != "q"]),
         K=call.K, BK=BK, BJ=b.BJ, C=C, STREAMS=call.streams, AFTER=call.after, GATE=call.decay, LEVELS=len(lengths(C, call.low)),
-        ANCHOR=call.low > 0, PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve,
+        ANCHOR=call.low > 0, PACKED=call.packed, PIECE=piece, PRECISION=call.precision, SOLVE=call.solve, STAGES=b.stages,
     )  # fmt: skip
 
 
@@ -195,6 +196,7 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
          "cu_seqlens"),
         (p.scale, sequences, tokens, H, *call.strides("v", "g", "beta"), *d_output.stride()), b.warps,
         V=V, BV=b.BV, C=C, STREAMS=streams, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, SOLVE=call.solve,
+        STAGES=b.stages,
     )  # fmt: skip
     if call.decay != CHANNEL:
         b = call.config("scalar_gradients")
@@ -202,7 +204,7 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
             scalar_gradients.penstock_delta_scalar_gradients, call.programs(slots, 1),
             ("q", "k", "g", "beta", weights, *states, straddling, dq, dk, dg, "cu_seqlens"),
             (p.scale, sequences, tokens, H, *call.strides("q", "k", "g", "beta"), *d_output.stride()), b.warps,
-            K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision,
+            K=K, V=V, BJ=b.BJ, BV=b.BV, C=C, GATE=call.decay, PACKED=call.packed, PRECISION=call.precision, STAGES=b.stages,
         )  # fmt: skip
         return
     b = call.config("gradients")

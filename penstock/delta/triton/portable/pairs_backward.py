@@ -22,6 +22,7 @@ from .products import product
 def gradients_of_pairs(
     x, z, solved, late, values, d_outputs, dbeta, strength, at, i, live, scale,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store U in place of X, the gradients of k's pairs in ``late`` and dbeta. Returns dO U^T and Y U^T [C,C]."""
     v, v_t, v_v = values
@@ -31,7 +32,7 @@ def gradients_of_pairs(
     qk = tl.zeros((C, C), tl.float32)
     ak = tl.zeros((C, C), tl.float32)
     of_beta = tl.zeros((C,), tl.float32)
-    for first in tl.range(0, V, BV, num_stages=1):
+    for first in tl.range(0, V, BV, num_stages=STAGES):
         y = first + tl.arange(0, BV)
         mask = live[:, None] & (y < V)[None, :]
         rows = i[:, None] * V + y[None, :]
@@ -63,7 +64,7 @@ def penstock_delta_pairs_bwd(
     v, g, beta, pairs, weights, late, solved, x, z, d_output, straddling, dbeta, cu_seqlens, scale, N, T, H,
     v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, o_b, o_t, o_h, o_v,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    PRECISION: tl.constexpr, SOLVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dAq = scale dO U^T, dAa = Y U^T and dbeta = rowsum(Z o U) / beta with U = T X, of every chunk.
 
@@ -82,7 +83,7 @@ def penstock_delta_pairs_bwd(
     strength = strengths(beta + batch * beta_b + row * beta_t + h * beta_h, i, live, beta_t, STREAMS)
     dAq, dAa = gradients_of_pairs(
         x + share * (C * V), z + share * (C * V), solved + share * (C * C), late + share * (2 * C * C), values, d_outputs,
-        (dbeta + (batch * T + row) * H + h, H), strength, at, i, live, scale, V, BV, C, STREAMS, PRECISION, SOLVE,
+        (dbeta + (batch * T + row) * H + h, H), strength, at, i, live, scale, V, BV, C, STREAMS, PRECISION, SOLVE, STAGES,
     )  # fmt: skip
     if GATE != CHANNEL:
         if GATE == SCALAR:

@@ -112,14 +112,14 @@ def own_pairs(queries, writes, i, live, K: tl.constexpr, BK: tl.constexpr, BJ: t
 @triton.jit
 def store_scalar_pairs(
     queries, removals, between, pairs, at, i, live, scale,
-    K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store the pairs of q and -k with k in ``pairs`` [2,C,C], from the decays between tokens."""
     q, q_t, q_k = queries
     k, k_t, k_k = removals
     qb = tl.zeros((C, C), tl.float32)
     ab = tl.zeros((C, C), tl.float32)
-    for first in tl.range(0, BK, BJ, num_stages=1):
+    for first in tl.range(0, BK, BJ, num_stages=STAGES):
         j = first + tl.arange(0, BJ)
         b = tile(k, i, live, k_t, j, k_k, K, BK)
         qb += product(tile(q, i, live, q_t, j, q_k, K, BK), tl.trans(b), PRECISION)
@@ -134,6 +134,7 @@ def penstock_delta_prepare(
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, g_h, g_k, beta_b, beta_t, beta_h, a_b, a_t, a_h, a_k, b_b, b_t, b_h, b_k,
     K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, C: tl.constexpr, STREAMS: tl.constexpr, AFTER: tl.constexpr, GATE: tl.constexpr,
     LEVELS: tl.constexpr, ANCHOR: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Ap = Aq T and Bt = T^T (b o rest) with T = (I - diag(beta) Aa)^-1, of every chunk.
 
@@ -191,17 +192,18 @@ def penstock_delta_prepare(
             )  # fmt: skip
     else:
         between, _read, _rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
-        store_scalar_pairs(queries, removals, between, pairs, at, i, live, scale, K, BK, BJ, C, PRECISION)
+        store_scalar_pairs(queries, removals, between, pairs, at, i, live, scale, K, BK, BJ, C, PRECISION, STAGES)
 
     solve(pairs + C * C, solved, beta, tokens, beta_t, i, C, STREAMS, SOLVE)
     store_product_with_T(ap, pairs, solved, i, C, BJ, SOLVE)
     Et = tl.trans(tl.load(solved + at))
-    for first in tl.range(0, BK, BJ, num_stages=1):
+    if GATE != CHANNEL:
+        _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
+    for first in tl.range(0, BK, BJ, num_stages=STAGES):
         j = first + tl.arange(0, BJ)
         B = channels(writes, i, live, j, K, BK)
         if GATE == CHANNEL:
             B *= tl.exp2(selected_by_parts(decays(g, i, live, g_t, j, g_k, K, BK), triangles, LATER, i, C, PRECISION))
         else:
-            _between, _read, rest, _total = scalar_factors(g, i, live, g_t, GATE == SCALAR)
             B *= rest[:, None]
         tl.store(bt + tiles + j[None, :], (B + product_with_T(Et, B, SOLVE)).to(bt.dtype.element_ty))
