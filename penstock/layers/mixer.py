@@ -92,7 +92,7 @@ class Mixer(nn.Module):
     """Values for later layers that ``mix`` returns as a dict after y and the state, likewise."""
     unquantized: ClassVar[tuple[str, ...]] = ()
     """Names of modules whose weights keep their dtype when a model is quantized, whatever their sizes: low-rank maps, and maps to a number
-    for each head. One that a mixer lacks is None."""
+    for each head. "a.b" is a module of a module. One that a mixer lacks is None."""
     vocab_size: int | None = None
     """The number of tokens that a mixer knows which takes ``ids``. None: any."""
     _stepped: ClassVar[Any] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -72,8 +71,9 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     """The linear maps that are quantized, by their names. Complains about those of other classes and about a model without any."""
     found = {}
     if kinds := quantized_kinds(model):
-        complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}")
-    kept = {part for mixer in model.modules() if isinstance(mixer, Mixer) for part in _kept_parts(complaints, mixer)}
+        made = "Quantize the model from which it was made."
+        complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}", made)
+    kept = _kept_parts(complaints, model)
     for name, one in model.named_modules():
         if one not in kept and isinstance(one, nn.Linear) and is_large(one.out_features, one.in_features, model.config.hidden_size):
             found[name] = one
@@ -88,15 +88,26 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     return found
 
 
-def _kept_parts(complaints: Complaints, mixer: Mixer) -> Iterator[nn.Module]:
-    """The modules that ``unquantized`` names, and all in them. Complains about names that are no modules."""
-    for name in mixer.unquantized:
-        one = getattr(mixer, name, name)
-        if isinstance(one, nn.Module):
-            yield from one.modules()
-        elif one is not None:
-            rule, remedy = "one whose mixers have the modules in their unquantized", "Where a mixer lacks one, set it to None."
-            complaints.add(RangeError, "model", rule, f"{type(mixer).__name__} without a module {name}", remedy)
+def _kept_parts(complaints: Complaints, model: CausalLM) -> set[nn.Module]:
+    """The modules that mixers name in ``unquantized``, and all in them. Complains once about what is no name of a module."""
+    kept: set[nn.Module] = set()
+    wrong: dict[str, str] = {}
+    for mixer in (one for one in model.modules() if isinstance(one, Mixer)):
+        names, kind = mixer.unquantized, type(mixer).__name__
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            wrong[f"{kind} with unquantized = {names!r}"] = "Set it to a tuple of names, one is ('name',)."
+            continue
+        for name in names:
+            one: object = mixer
+            for part in name.split("."):
+                one = getattr(one, part, part)  # a name is no module
+            if isinstance(one, nn.Module):
+                kept.update(one.modules())
+            elif one is not None:
+                wrong[f"{kind} without a module {name}"] = "Where a mixer lacks one, set it to None."
+    for value, remedy in wrong.items():
+        complaints.add(RangeError, "model", "one whose mixers have the modules in their unquantized", value, remedy)
+    return kept
 
 
 def _altered(one: nn.Linear, kind: type[nn.Module]) -> str | None:

@@ -83,10 +83,26 @@ def test_names_of_modules_that_are_kept(name, monkeypatch):
     model = model_of(name)
     for mixer in (one for one in model.modules() if isinstance(one, Mixer)):
         assert all(isinstance(getattr(mixer, part), nn.Module | None) for part in mixer.unquantized)
-    monkeypatch.setattr(Mixer, "unquantized", ("q_projection",))
-    monkeypatch.setattr(type(model.layers[0].mixer), "unquantized", ("q_projection",))
-    with pytest.raises(RangeError, match="without a module q_projection"):
-        quantize(model, "int8")
+    kind = type(model.layers[0].mixer)
+    for names, value in (
+        (("q_projection",), "without a module q_projection"),
+        ("q_projection", "with unquantized = 'q_projection'"),
+        (None, "with unquantized = None"),
+    ):
+        monkeypatch.setattr(kind, "unquantized", names)
+        with pytest.raises(RangeError, match=f"{kind.__name__} {value}") as raised:
+            quantize(model, "int8")
+        assert str(raised.value).count(value) == 1
+
+
+def test_modules_of_a_module_are_kept_by_their_names(monkeypatch):
+    model = model_of("gla")
+    kind = type(model.layers[0].mixer)
+    monkeypatch.setattr(kind, "unquantized", ("gk_proj.1", "q_proj"))
+    found = quantize(model, "int8").layers[0].mixer
+    assert not isinstance(found.q_proj, QuantizedLinear)
+    assert not isinstance(found.gk_proj[1], QuantizedLinear)
+    assert isinstance(found.k_proj, QuantizedLinear)
 
 
 def test_maps_to_beta_that_are_left_out():
