@@ -110,21 +110,28 @@ def uniform(condition):
 
 
 @triton.jit
+def rounded_bits(x, DROPPED: tl.constexpr):
+    """Float32 x rounded to 24 - DROPPED significant bits. In integers: two casts are slower. The NaN that a GPU computes becomes 0."""
+    return ((x.to(tl.int32, bitcast=True) + (1 << DROPPED - 1)) & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_tf32(x):
     """Round x to TF32, 11 significant bits. tl.dot truncates; truncation errors have the same sign and accumulate."""
-    return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    x = x.to(tl.float32)
+    return tl.where(x == x, rounded_bits(x, 13), float("nan"))
 
 
 @triton.jit
 def to_bfloat16(x):
-    """Round float32 x to 8 significant bits, as float32. In integers: two casts are slower."""
-    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    """Round float32 x to 8 significant bits, as float32."""
+    return tl.where(x == x, rounded_bits(x, 16), float("nan"))
 
 
 @triton.jit
 def in_two(x):
-    """X as the sum of two bfloat16 tiles: 16 significant bits with the range of float32."""
-    high = to_bfloat16(x)
+    """X as the sum of two bfloat16 tiles: 16 significant bits with the range of float32. The second has the NaN of x."""
+    high = rounded_bits(x, 16)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 

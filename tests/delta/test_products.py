@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from delta_products import check_inverse, check_parts, check_products
+from delta_products import check_inverse, check_nan, check_parts, check_products
 
 PRECISIONS = ["tf32x3", "ieee"]
 
@@ -12,6 +12,11 @@ PRECISIONS = ["tf32x3", "ieee"]
 @pytest.mark.parametrize("precision", [*PRECISIONS, "tf32"])
 def test_products_of_parts(precision):
     check_products(precision, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_nan_of_any_bits_stays_nan():
+    check_nan("cpu", ["ieee"])
 
 
 def test_parts_of_products():

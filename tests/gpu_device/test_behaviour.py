@@ -13,6 +13,7 @@ import pytest
 import torch
 from attention import Attention
 from contract import run
+from nan_inputs import check_that_it_is_seen
 from torch import Tensor
 
 import penstock as ps
@@ -237,3 +238,17 @@ def test_memory_beyond_inputs_and_results(variant):
     found = passes(x, "auto")
     results = sum(t.numel() * t.element_size() for t in found)
     assert torch.cuda.max_memory_allocated() - before - results < 2.5 * elements + SUMS
+
+
+IMPLEMENTATIONS = {"softmax_attention": ["triton"], **{name: ["triton_chunkwise", "triton_recurrent", "cuda"] for name in VARIANTS}}
+IMPLEMENTATIONS |= {name: ["triton_chunkwise", "triton_recurrent"] for name in deltas.VARIANTS}
+
+
+@pytest.mark.parametrize("K", [64, 100, 128])
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize(("variant", "impl"), [(name, impl) for name, found in IMPLEMENTATIONS.items() for impl in found])
+def test_nan_that_a_gpu_computes_is_seen(variant, impl, dtype, K):
+    assert int((torch.zeros(1, device="cuda") / 0).view(torch.int32)) == 0x7FFFFFFF
+    if impl == "cuda" and (cuda.available() is not None or K != 64):
+        pytest.skip("no call of this implementation")
+    check_that_it_is_seen(variant, impl, dtype, "cuda", K, K)

@@ -14,7 +14,7 @@ from shares import check_shared_tiles
 from penstock.gpu.launch import trying
 
 pytest.importorskip("triton")
-from delta_products import check_inverse, check_parts, check_products
+from delta_products import check_inverse, check_nan, check_parts, check_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -219,6 +219,10 @@ def test_passes_take_the_tiles_of_summaries(case, own_values):
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16", "tf32", "ieee"])
 def test_products_of_parts(precision):
     check_products(precision, DEVICE)
+
+
+def test_nan_of_any_bits_stays_nan():
+    check_nan(DEVICE, ["tf32x3", "bf16", "tf32", "ieee"])
 
 
 def test_parts_of_products():

@@ -8,10 +8,15 @@ import triton.language as tl
 
 from penstock.delta.triton.portable.inverse import solve
 from penstock.delta.triton.portable.products import product, product_apart, product_with_T, tf32_part
+from penstock.gpu.levels import sums_by_parts
+from penstock.gpu.tiles import in_two, to_bfloat16, to_tf32
 
 C = 64
 ERRORS = {"tf32x3": 2.0**-19, "bf16": 2.0**-13, "ieee": 2.0**-19, "tf32": 2.0**-9}
 """Of the sum of the magnitudes of terms: two operands of 22, 16, 24 and 11 significant bits, truncated, and float32 sums of 64 terms."""
+
+NAN = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001]).int().view(torch.float32)
+"""NaN as written in Python, as a GPU of NVIDIA computes it, with a sign, and with the least bits, of which TF32 has none."""
 
 
 @triton.jit(do_not_specialize=["once"])
@@ -35,6 +40,22 @@ def penstock_test_parts(x, parts, N: tl.constexpr, OWN: tl.constexpr):
     at = tl.arange(0, N)
     for n in tl.range(3, num_stages=1):
         tl.store(parts + n * N + at, tf32_part(tl.load(x + at), n, OWN))
+
+
+@triton.jit
+def penstock_test_nan(x, y, chosen, N: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+    """What the rounding functions [4,N] and sums [2,C,N] make of x [N], which is a column of every row."""
+    at = tl.arange(0, N)
+    one = tl.load(x + at)
+    high, low = in_two(one)
+    tl.store(y + at, to_tf32(one))
+    tl.store(y + N + at, to_bfloat16(one))
+    tl.store(y + 2 * N + at, high.to(tl.float32) + low.to(tl.float32))
+    tl.store(y + 3 * N + at, one)
+    i = tl.arange(0, C)[:, None]
+    picked = tl.load(chosen + i * C + tl.arange(0, C)[None, :])
+    tile = tl.zeros((C, N), tl.float32) + one[None, :]
+    tl.store(y + 4 * N + i * N + at[None, :], sums_by_parts(picked, tile, PARTS))
 
 
 @triton.jit
@@ -70,14 +91,32 @@ def check_products(precision, device):
         bound = 2.0**-6 if precision == "bf16" and by != "T" else ERRORS[precision]  # one bfloat16 product, or three of parts
         assert float((error / size).max()) <= bound, (precision, by, M, N, K)
     if precision in ("tf32x3", "ieee"):
-        a[3, 5], a[7, 1], b[4, 9], b[:, 20] = float("inf"), float("nan"), -float("inf"), float("nan")
+        a[3, 5], b[4, 9] = float("inf"), -float("inf")
         b[5, 11] = 0.0
-        wanted = a.double() @ b.double()
-        found = multiplied(a.to(device), b.to(device), precision).cpu().double()
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert torch.equal(found.isinf(), wanted.isinf())
-        infinite = wanted.isinf()
-        assert torch.equal(found[infinite], wanted[infinite])
+        for nan in NAN[:3]:
+            a[7, 1], b[:, 20] = nan, nan
+            wanted = a.double() @ b.double()
+            found = multiplied(a.to(device), b.to(device), precision).cpu().double()
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(found.isinf(), wanted.isinf())
+            infinite = wanted.isinf()
+            assert torch.equal(found[infinite], wanted[infinite])
+    for nan in NAN[:3]:
+        a, b = torch.ones(64, 64), torch.ones(64, 64)
+        a[7, 1], b[3, 20] = nan, nan
+        found = multiplied(a.to(device), b.to(device), precision).isnan().cpu()
+        assert found[7].all()
+        assert found[:, 20].all()
+        assert int(found.sum()) == 127
+
+
+def check_nan(device, precisions):
+    """NaN of any bits stays NaN where numbers are rounded in integers, and in sums of parts."""
+    x = torch.cat((NAN, torch.tensor([1.5, -2.0, 0.0, 1e30]))).repeat(2)
+    for parts in precisions:
+        found = torch.empty(4 + C, 16, device=device)
+        penstock_test_nan[(1,)](x.to(device), found, torch.ones(C, C, dtype=torch.bfloat16, device=device).tril(), 16, C, parts)
+        assert torch.equal(found.isnan().cpu(), x.isnan().expand(4 + C, 16))
 
 
 def check_parts(device):

@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 
 from ....gpu import tiles
-from ....gpu.tiles import in_two, to_tf32
+from ....gpu.tiles import in_two, rounded_bits
 
 LARGE = tl.constexpr(2.0**128 - 2.0**116)  # what is rounded to 2^128 or more
 
 
 @triton.jit
 def tf32_part(x, n, OWN: tl.constexpr):
-    """The operand x of product n of three: x rounded to 11 significant bits, of product OWN the rest. Large x has no rest."""
-    part = to_tf32(tl.where(n == OWN, x - to_tf32(x), x))
-    return tl.where(tl.abs(x) >= LARGE, tl.where(n < 2, 0.0, x), part)
+    """The operand x of product n of three: x rounded to 11 significant bits, of product OWN the rest. Large x and NaN have no rest."""
+    part = rounded_bits(tl.where(n == OWN, x - rounded_bits(x, 13), x), 13)
+    return tl.where(tl.abs(x) < LARGE, part, tl.where(n < 2, 0.0, x))
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def product_in_three(a, b):
     """The product of float32 tiles as three of TF32: rest times first bits, first bits times rest, first bits.
 
     An error of at most 2^-21 per term, of either sign. Operands below 2^-114 lose bits; those of 2^128 - 2^116 or more have 11 bits; inf
-    times what has no first bits, below 2^-137, is NaN.
+    times what has no first bits, below 2^-137, is NaN, and so may be a product beyond the range of float32.
     """
     c = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
     for n in tl.range(3, num_stages=1):
