@@ -71,8 +71,8 @@ def large_maps(complaints: Complaints, model: CausalLM) -> dict[str, nn.Linear]:
     """The linear maps that are quantized, by their names. Complains about those of other classes and about a model without any."""
     found = {}
     if kinds := quantized_kinds(model):
-        made = "Quantize the model from which it was made."
-        complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}", made)
+        remedy = "Quantize the model from which it was made."
+        complaints.add(RangeError, "model", "one with unquantized weights", f"weights of {', '.join(kinds)}", remedy)
     kept = _kept_parts(complaints, model)
     for name, one in model.named_modules():
         if one not in kept and isinstance(one, nn.Linear) and is_large(one.out_features, one.in_features, model.config.hidden_size):

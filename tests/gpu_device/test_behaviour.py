@@ -240,8 +240,11 @@ def test_memory_beyond_inputs_and_results(variant):
     assert torch.cuda.max_memory_allocated() - before - results < 2.5 * elements + SUMS
 
 
-IMPLEMENTATIONS = {"softmax_attention": ["triton"], **{name: ["triton_chunkwise", "triton_recurrent", "cuda"] for name in VARIANTS}}
-IMPLEMENTATIONS |= {name: ["triton_chunkwise", "triton_recurrent"] for name in deltas.VARIANTS}
+IMPLEMENTATIONS = {name: ["triton_chunkwise", "triton_recurrent"] for name in (*VARIANTS, *deltas.VARIANTS)} | {
+    "softmax_attention": ["triton"]
+}
+for name, row in VARIANTS.items():
+    IMPLEMENTATIONS[name] += ["cuda"] * bool(row.bonus)
 
 
 @pytest.mark.parametrize("K", [64, 100, 128])
