@@ -37,17 +37,18 @@ from .products import product
 
 
 @triton.jit
-def gradients_of_rows(
-    z, states, d_states, d_outputs, strength, j, i, live, once,
-    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+def products_with_states(
+    z, u, states, d_states, d_outputs, written, j, i, live, once,
+    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T, Y S^T [C,BJ] and rowsum(S o dS') [BJ], of key channels j. ``once``: see ``gradients_of_level``."""
+    """dO S^T, Y S^T, with COLUMNS U dS'^T [C,BJ], and rowsum(S o dS') [BJ], of key channels j. ``once``: see ``gradients_of_level``."""
     d_output, o_t, o_v = d_outputs
     dq = tl.zeros((C, BJ), tl.float32)
     da = tl.zeros((C, BJ), tl.float32)
+    db = tl.zeros((C, BJ), tl.float32)
     kept = tl.zeros((BJ,), tl.float32)
-    written = where_written(strength, strength)[:, None]
-    for first in tl.range(0, V * once, BV, num_stages=1):
+    for first in tl.range(0, V * once, BV, num_stages=STAGES):
         y = first + tl.arange(0, BV)
         inside = (j < K)[:, None] & (y < V)[None, :]
         place = j[:, None] * V + y[None, :]
@@ -57,7 +58,9 @@ def gradients_of_rows(
         Z = tile(z, i, live, V, y, 1, V, BV)
         dq += product(tile(d_output, i, live, o_t, y, o_v, V, BV), tl.trans(S), PRECISION)
         da += product((Z.to(tl.float32) * written).to(Z.dtype), tl.trans(S), PRECISION)
-    return dq, da, kept
+        if COLUMNS:
+            db += product(tile(u, i, live, V, y, 1, V, BV), tl.trans(dS), PRECISION)
+    return dq, da, db, kept
 
 
 @triton.jit
@@ -220,9 +223,9 @@ def penstock_delta_gradients(
     strength = strengths(beta + batch * beta_b + row * beta_t + h * beta_h, i, live, beta_t, STREAMS)
     d_chunk_states += share * (K * V)
     place = ((batch * T + row) * H + h) * K
-    dQ, dA, kept = gradients_of_rows(
-        z + share * (C * V), chunk_states + share * (K * V), d_chunk_states, d_outputs, strength, j, i, live, once,
-        K, BJ, V, BV, C, PRECISION,
+    dQ, dA, _dB, kept = products_with_states(
+        z + share * (C * V), x, chunk_states + share * (K * V), d_chunk_states, d_outputs, where_written(strength, strength)[:, None],
+        j, i, live, once, K, BJ, V, BV, C, PRECISION, False, 1,
     )  # fmt: skip
     dQ, dA, dG = rows_with_state_factors(
         dQ, dA, kept, queries, removals, gates, triangles, i, live, j, scale, K, BJ, C, STREAMS, AFTER, PRECISION, DG

@@ -14,36 +14,10 @@ import triton
 import triton.language as tl
 
 from ....gpu.decays import SCALAR
-from ....gpu.tiles import tile
-from .gradients import store_columns
+from .gradients import products_with_states, store_columns
 from .levels import EXCLUSIVE, INCLUSIVE, chunk_of, ordered, scalar_factors, strengths, where_written
 from .prepare import channels
 from .products import product
-
-
-@triton.jit
-def products_with_states(
-    z, u, states, d_states, d_outputs, written, j, i, live,
-    K: tl.constexpr, BJ: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dO S^T, Y S^T and U dS'^T [C,BJ] and S o dS' [BJ], of key channels j."""
-    d_output, o_t, o_v = d_outputs
-    dq = tl.zeros((C, BJ), tl.float32)
-    da = tl.zeros((C, BJ), tl.float32)
-    db = tl.zeros((C, BJ), tl.float32)
-    kept = tl.zeros((BJ,), tl.float32)
-    for first in tl.range(0, V, BV, num_stages=STAGES):
-        y = first + tl.arange(0, BV)
-        inside = (j < K)[:, None] & (y < V)[None, :]
-        place = j[:, None] * V + y[None, :]
-        S = tl.load(states + place, mask=inside, other=0.0)
-        dS = tl.load(d_states + place, mask=inside, other=0.0)
-        Z = tile(z, i, live, V, y, 1, V, BV)
-        kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        dq += product(tile(d_output, i, live, o_t, y, o_v, V, BV), tl.trans(S), PRECISION)
-        da += product((Z.to(tl.float32) * written).to(Z.dtype), tl.trans(S), PRECISION)
-        db += product(tile(u, i, live, V, y, 1, V, BV), tl.trans(dS), PRECISION)
-    return dq, da, db, kept
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -81,7 +55,7 @@ def penstock_delta_scalar_gradients(
         j = first + tl.arange(0, BJ)
         dQ, dA, dB, kept = products_with_states(
             z + share * (C * V), x + share * (C * V), chunk_states + share * (K * V), d_chunk_states + share * (K * V), d_outputs, written,
-            j, i, live, K, BJ, V, BV, C, PRECISION, STAGES,
+            j, i, live, 1, K, BJ, V, BV, C, PRECISION, True, STAGES,
         )  # fmt: skip
         dQ *= read[:, None] * scale
         dA *= read[:, None]
