@@ -26,6 +26,8 @@ RANDOM = [
     (BFLOAT16, BFLOAT16, "gaps", False, (2, 128, 64)),
     (FLOAT32, FLOAT32, "contiguous", False, (2, 64, 64)),
     (FLOAT16, FLOAT16, "heads first", True, (3, 100, 36)),
+    (FLOAT32, FLOAT32, "contiguous", True, (2, 100, 36)),
+    (BFLOAT16, FLOAT32, "contiguous", True, (2, 128, 64)),
 ]
 """Dtypes of inputs and pool, the pool's layout, whether the inputs have gaps, and H, K, V."""
 

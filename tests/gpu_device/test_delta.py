@@ -142,6 +142,8 @@ RANDOM = [
     (BFLOAT16, FLOAT32, "contiguous", False, 64),
     (BFLOAT16, BFLOAT16, "gaps", False, 128),
     (FLOAT16, FLOAT16, "heads first", True, 36),
+    (FLOAT32, FLOAT32, "contiguous", True, 36),
+    (BFLOAT16, FLOAT32, "contiguous", True, 128),
 ]
 """Dtypes of inputs and pool, the pool's layout, whether the inputs have gaps, and K."""
 

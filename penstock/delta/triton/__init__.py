@@ -131,7 +131,7 @@ def _chunkwise_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str |
 def _recurrent_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str | None:
     if mode == "backward":
         return "its backward pass is that of triton_chunkwise, which computes them before"
-    if mode == "advance" and _answers().plan.has_pieces(p):
+    if mode == "advance" and _answers().has_pieces(p):
         return "its pieces of 64 tokens are computed by chunk kernels, before which raw inputs are computed"
     return None
 

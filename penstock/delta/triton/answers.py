@@ -14,8 +14,8 @@ from ...gpu import forms, launch
 from ...gpu.forms import Form, Part
 from ...gpu.target import Target
 from ...tokens.empty import nothing
+from ...tokens.gpu_pieces import has_pieces
 from ..declaration import DeltaTokens
-from . import plan
 from .calls import Backward, Call, Forward, InPlace
 from .forms import anchored_sm90, chunks, segments
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
@@ -40,7 +40,7 @@ CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "adva
 
 def _asked(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> tuple[Part, ...]:
     """The lists that a problem asks."""
-    return parts[mode][1:] if mode == "advance" and not plan.has_pieces(p) else parts[mode]  # type: ignore[arg-type]
+    return parts[mode][1:] if mode == "advance" and not has_pieces(p) else parts[mode]  # type: ignore[arg-type]
 
 
 def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> str | None:

@@ -14,6 +14,7 @@ from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
 from ...tokens.empty import nothing
 from ...tokens.gpu_calls import plan_name
+from ...tokens.gpu_pieces import arranged
 from .. import inputs
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
@@ -121,6 +122,7 @@ def recurrent_forward(p: Delta) -> tuple[Tensor, Tensor]:
 
 def advance(p: Advance) -> Tensor:
     """Output; the states are updated in place: whole pieces of 64 tokens by chunks, the other tokens one by one."""
+    p = arranged(p)
     tensors = _tokens(p, state=p.state, slots=dense(p.slots))
     return launch.run("delta advance", p, Target.of, lambda at: plan.advance_plan(p, at), tensors)["output"]
 

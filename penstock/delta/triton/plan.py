@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...call.memory import rounded
 from ...gpu.forms import first, planned
 from ...gpu.plan import Plan
 from ...gpu.target import Target
 from ...tokens.gpu_calls import batch, tokens
+from ...tokens.gpu_pieces import has_pieces
 from ...tokens.pieces import CHUNK
 from ..declaration import Advance, Delta
 from .calls import Backward, Forward, InPlace
@@ -34,11 +34,6 @@ def chunk_backward_plan(
 def recurrent_forward_plan(p: Delta, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token."""
     return planned(TOKEN_FORWARD, Forward.of(p, target))
-
-
-def has_pieces(p: Advance) -> bool:
-    """Whether the launches of whole pieces are in the plan, which is shared by calls whose counts are equal when rounded up."""
-    return rounded(p.sizes["T"]) >= CHUNK
 
 
 def advance_plan(p: Advance, target: Target) -> Plan:

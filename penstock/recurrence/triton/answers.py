@@ -12,8 +12,9 @@ from ...call.implementation import FormVerdict, Listed, Mode
 from ...gpu import forms
 from ...gpu.forms import Form, Part
 from ...tokens.empty import nothing
+from ...tokens.gpu_pieces import has_pieces
 from ..declaration import Tokens
-from . import in_place, plan, wide
+from . import plan, wide
 from .calls import Backward, Call, InPlace, Whole
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_BACKWARD, TOKEN_FORWARD, TOKENS_IN_PLACE
 from .forms.states import BESIDE_HOPPER
@@ -86,6 +87,6 @@ def _calls(p: Tokens, mode: Mode) -> Iterator[Call]:
 
 def _asked(parts: dict[Mode, tuple[Part, ...]], call: Call, mode: Mode) -> tuple[tuple[str, tuple[Form[Any, Any], ...]], ...]:
     """The lists that a call asks."""
-    if isinstance(call, InPlace) and not in_place.pieces(call.p):
+    if isinstance(call, InPlace) and not has_pieces(call.p):
         return parts[mode][1:]
     return parts[mode]

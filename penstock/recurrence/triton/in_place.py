@@ -13,48 +13,22 @@ across threads have the same order in all forms of a kernel.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from ...call.memory import rounded
 from ...gpu.forms import first
-from ...gpu.hopper import tiled
 from ...gpu.plan import Plan
 from ...gpu.target import Target
 from ...tokens.gpu_calls import batch, tokens
+from ...tokens.gpu_pieces import has_pieces
 from ...tokens.pieces import CHUNK
 from ..declaration import Advance
 from .calls import InPlace
 from .forms.lists import PIECES, TOKENS_IN_PLACE
 
 
-def pieces(p: Advance) -> bool:
-    """Whether the host leaves the first launch in the plan. A plan is shared by calls whose counts are equal when rounded up."""
-    return rounded(p.sizes["T"]) >= CHUNK
-
-
-def arranged(p: Advance) -> Advance:
-    """The problem, with contiguous copies of tensors that another chunk kernel, or the same with other loads, would process.
-
-    The order of sums across threads depends on both.
-    """
-    given = {name: x for name, x in (("q", p.q), ("k", p.k), ("v", p.v), ("g", p.g)) if x is not None}
-    copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items() if not _plain(x)}
-    return p.with_tensors(copies) if copies else p
-
-
-def _plain(x: Tensor) -> bool:
-    """Whether x is at a multiple of 16 bytes and contiguous, or a slice of a contiguous tensor along heads and channels."""
-    if x.data_ptr() % 16 or x.is_contiguous():
-        return x.data_ptr() % 16 == 0
-    return x.dim() == 4 and x.shape[3] % 16 == 0 == x.stride(1) % 16 and tiled(x)
-
-
 def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place."""
     plan, call, early = Plan(), InPlace.of(p, target), False
     output = plan.empty("output", batch, tokens, call.H, call.V, dtype=p.summand(p.v))
-    if pieces(p):
+    if has_pieces(p):
         form = first(PIECES, call)
         early = form.plan(plan, call, output, CHUNK)
         plan.forms.append(form.name)

@@ -11,6 +11,7 @@ from ...gpu import launch
 from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
 from ...tokens.gpu_calls import plan_name
+from ...tokens.gpu_pieces import arranged
 from ...tokens.sharing import summed
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
@@ -59,8 +60,7 @@ def advance(p: Advance) -> Tensor:
     """Output; the states are updated in place: whole pieces of 64 tokens by chunks, the other tokens one by one."""
     if p.sizes["K"] > wide.WIDTH:
         return wide.advance(p, advance)
-    if in_place.pieces(p):
-        p = in_place.arranged(p)
+    p = arranged(p)
     tensors = _tokens(p, state=p.state, slots=dense(p.slots))
     return launch.run(plan_name("advance", p), p, target, lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
