@@ -104,7 +104,7 @@ def test_the_stage_compiles_the_passes_that_follow_it(one, gradients, monkeypatc
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_layers_of_published_sizes_take_chunk_kernels(arch):
-    """Gated DeltaNet 1.3B of fla: 6 heads of 256 key and 512 value channels, which the kernels for Hopper refuse."""
+    """Gated DeltaNet 1.3B of fla: 6 heads of 256 key and 512 value channels."""
     with torch.device("meta"):
         G, H, K, V = GatedDeltaNetConfig(num_heads=6, head_dim=256, expand_v=2.0).build(hidden_size=2048).heads
     one = ahead.Configuration("gated_delta_rule", Shape(8, 2048, H, K, V), groups=G, raw=True)
@@ -116,5 +116,5 @@ def test_layers_of_published_sizes_take_chunk_kernels(arch):
             for mode in ("forward", "backward"):
                 reasons = {one.name: one.reason for one in answers.verdicts(answers.CHUNKWISE, p, mode)}
                 refused = [reason for form, reason in reasons.items() if form.startswith("gdn_")]
-                assert refused == ["refuses: K must be 64 or 128, this is 256"]
+                assert refused == ["refuses: K must be 64 or 128, this is 256", "passed over: it has not run on a GPU yet"]
                 assert list(reasons.values())[-1] is None

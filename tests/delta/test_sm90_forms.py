@@ -10,7 +10,7 @@ from deltas import Delta
 from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, problem_of
 
 from penstock.delta.triton.calls import Backward
-from penstock.delta.triton.forms import channels_backward_sm90, channels_sm90, scalar_backward_sm90, scalar_sm90
+from penstock.delta.triton.forms import channels_backward_sm90, channels_sm90, scalar_backward_sm90, scalar_sm90, wide_sm90
 
 pytestmark = EMULATED
 
@@ -31,6 +31,7 @@ SIZES = {"B": 1, "H": 1, "T": 150, "K": 128, "V": 128, "dtype": torch.bfloat16, 
 FORMS = {
     "kda": Forms(Delta("kda", **SIZES), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
+    "wide": Forms(Delta("gated_delta_rule", **SIZES | {"K": 256}), wide_sm90.FORWARD, wide_sm90.BACKWARD, True),
 }
 
 

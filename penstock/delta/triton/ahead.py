@@ -154,6 +154,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
     Configuration("gated_delta_rule", Shape(*PROMPT, 6, 256, 512)),
     Configuration("gated_delta_rule", Shape(*PROMPT, 6, 256, 512), passes=RAW, raw=True),
+    Configuration("gated_delta_rule", Shape(*PROMPT, 8, 128, 256), passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128)),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), passes=RAW, raw=True),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), packed=True, passes=WHOLE),

@@ -17,6 +17,7 @@ from . import (
     scalar_sm90,
     segments,
     tokens,
+    wide_sm90,
 )
 
 InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
@@ -25,6 +26,7 @@ InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
     scalar_sm90.FORWARD,
+    wide_sm90.FORWARD,
     anchored_sm90.FORWARD,
     segments.FORWARD,
     chunks.FORWARD,
@@ -32,6 +34,7 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     scalar_backward_sm90.BACKWARD,
+    wide_sm90.BACKWARD,
     anchored_sm90.BACKWARD,
     segments.BACKWARD,
     chunks.BACKWARD,

@@ -78,7 +78,7 @@ def add_prepare(plan: Plan, call: Call, removals: bool) -> None:
         scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
-        registers=168 if removals else 128, writes=(b, a, *[r] * removals, reads),
+        registers=(168 if removals else 128) if K <= 128 else 0, writes=(b, a, *[r] * removals, reads),
         K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
     )  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....gpu.tiles import slot_of, tokens_of
+from ....gpu.hopper_decays import GONE
+from ....gpu.tiles import LOG2E, slot_of, tokens_of
 from .layouts import C
 
 
@@ -40,3 +41,19 @@ def vectors_of(beta, reads, c, tokens, b_t, step, exists):
     known = (i * 0 == 0) & exists
     rates = gl.load(beta + t.to(gl.int64) * b_t, mask=known & (t < tokens), other=0.0).to(gl.float32)
     return rates, gl.load(reads + c * step + i, mask=known, other=1.0)
+
+
+@gluon.jit
+def of_tokens(x, x_t, c, tokens, layout: gl.constexpr):
+    """The numbers of chunk c's tokens [C], 0 where there is no such token."""
+    t = c * C + gl.arange(0, C, layout)
+    return gl.load(x + t.to(gl.int64) * x_t, mask=(t >= 0) & (t < tokens), other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def decays_of(g, g_t, c, tokens, layout: gl.constexpr, DECAYS: gl.constexpr):
+    """The decays of chunk c [C] in log2 units, 0 where there is no such token."""
+    if DECAYS:
+        return gl.maximum(of_tokens(g, g_t, c, tokens, layout) * LOG2E, GONE)
+    else:
+        return gl.zeros([C], gl.float32, layout)
