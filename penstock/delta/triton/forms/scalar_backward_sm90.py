@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, tiled
+from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C
 from . import scalar_sm90
-from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, key_heads
+from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, key_heads, untiled_gradient
 
 
 def refuses(call: Backward) -> str | None:
@@ -20,9 +20,7 @@ def refuses(call: Backward) -> str | None:
     reason = scalar_sm90.refuses(call)
     if reason is None and call.p.groups:
         return "it takes the heads of q and k that groups share as they are"
-    if reason is None and call.d_output is not None and not tiled(call.d_output):
-        return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
-    return reason
+    return reason or untiled_gradient(call)
 
 
 def _backward(call: Backward) -> Plan:

@@ -11,7 +11,7 @@ from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
 from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, C, Call, Forward
+from ..calls import CHANNEL, NONE, Backward, C, Call, Forward
 from .chunks import start
 
 HEADS = (64, 128)
@@ -20,22 +20,41 @@ ROWS = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
 
-def refuses(call: Call) -> str | None:
-    """One stream with one decay per token or none, bfloat16, heads of 64 or 128, and tensors that TMA can copy."""
-    p = call.p
+def unlike(call: Call) -> str | None:
+    """One stream with one decay per token or none, in bfloat16."""
     if call.decay == CHANNEL or call.streams != 1:
         return "it computes one stream without decays per channel"
-    if p.q.dtype != torch.bfloat16:
-        return f"it takes bfloat16, this is {p.q.dtype}"
-    for name, D in (("K", call.K), ("V", call.V)):
-        if D not in HEADS:
-            return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
+    return None if call.p.q.dtype == torch.bfloat16 else f"it takes bfloat16, this is {call.p.q.dtype}"
+
+
+def untiled(call: Call) -> str | None:
+    """Tensors that TMA can copy."""
+    p = call.p
     if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
         return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
     for name, x, allowed in (("q", p.q, tiled_or_shared), ("k", p.k, tiled_or_shared), ("v", p.v, tiled)):
         if not allowed(x):
             return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
     return None
+
+
+def untiled_gradient(call: Backward) -> str | None:
+    """The gradient of the output, too."""
+    if call.d_output is None or tiled(call.d_output):
+        return None
+    return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
+
+
+def _other_heads(call: Call) -> str | None:
+    for name, D in (("K", call.K), ("V", call.V)):
+        if D not in HEADS:
+            return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
+    return None
+
+
+def refuses(call: Call) -> str | None:
+    """One stream with one decay per token or none, bfloat16, heads of 64 or 128, and tensors that TMA can copy."""
+    return unlike(call) or _other_heads(call) or untiled(call)
 
 
 def key_heads(call: Call) -> int:

@@ -11,12 +11,12 @@ import torch
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
+from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, Backward, C, Call, Forward
+from ..calls import NONE, Backward, C, Call, Forward
 from .chunks import end, start
-from .scalar_sm90 import HEADS, ROWS, add_prepare, columns, gates
+from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
 
 KEYS = (64, 128, 256)
 """Key channels of a head."""
@@ -26,31 +26,20 @@ KB = 128
 """Key channels whose gradients are in registers at once."""
 
 
-def refuses(call: Call) -> str | None:
-    """One stream with one decay per token or none, bfloat16, wide heads, and tensors that TMA can copy."""
-    p = call.p
-    if call.decay == CHANNEL or call.streams != 1:
-        return "it computes one stream without decays per channel"
-    if p.q.dtype != torch.bfloat16:
-        return f"it takes bfloat16, this is {p.q.dtype}"
+def _other_heads(call: Call) -> str | None:
     if call.K not in KEYS or call.V % BV:
         return f"K must be 64, 128 or 256 and V a multiple of {BV}, these are {call.K} and {call.V}"
-    if call.K in HEADS and call.V in HEADS:
-        return "it takes wider heads"
-    if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
-        return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
-    for name, x, allowed in (("q", p.q, tiled_or_shared), ("k", p.k, tiled_or_shared), ("v", p.v, tiled)):
-        if not allowed(x):
-            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
-    return call.grouped
+    return "it takes wider heads" if call.K in HEADS and call.V in HEADS else call.grouped
+
+
+def refuses(call: Call) -> str | None:
+    """One stream with one decay per token or none, bfloat16, wide heads, and tensors that TMA can copy."""
+    return unlike(call) or _other_heads(call) or untiled(call)
 
 
 def refuses_backward(call: Backward) -> str | None:
     """Also the gradient of the output is copied in tiles."""
-    reason = refuses(call)
-    if reason is None and call.d_output is not None and not tiled(call.d_output):
-        return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
-    return reason
+    return refuses(call) or untiled_gradient(call)
 
 
 def avoids(call: Call) -> str | None:
