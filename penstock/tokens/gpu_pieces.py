@@ -39,14 +39,20 @@ def arranged(p: Update) -> Update:
 def plain(x: Tensor) -> bool:
     """Whether x is at a multiple of 16 bytes and contiguous, or [B,T,H,D] that is a slice of a contiguous tensor along heads and channels.
 
-    Contiguous tensors have the strides of a new one on axes of size 1, too, but for the first axis.
+    Contiguous tensors have the strides of a new one on axes of size 1, too; a first axis may be a slice, if that changes no load.
     """
     if x.data_ptr() % 16:
         return False
     new, own = contiguous(x.shape), x.stride()
-    if own[1:] == new[1:] and (own[0] == new[0] or x.shape[0] == 1):
+    if own[1:] == new[1:] and (own[0] == new[0] or (x.shape[0] == 1 and _compiled_alike(own[0], new[0]))):
         return True
-    return x.dim() == 4 and x.stride(2) == x.shape[3] and x.shape[3] % 16 == 0 == x.stride(1) % 16 and tiled(x)
+    heads = x.dim() == 4 and own[2] == x.shape[3] and x.shape[3] % 16 == 0 == own[1] % 16
+    return heads and tiled(x) and (x.shape[0] > 1 or _compiled_alike(own[0], 16))
+
+
+def _compiled_alike(a: int, b: int) -> bool:
+    """Whether Triton compiles the same code for two strides."""
+    return (a == 1, a % 16) == (b == 1, b % 16) or (1 not in (a, b) and a % 16 != 0 != b % 16)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ def penstock_gdn_wide_reverse_sm90(
         tma.store_wait(0)
         meet()  # the memory of results is free
         dS_s.store(dS.to(kind))
+        if DECAYS:
+            dS = dS * total  # not while products are under way: the compiler would wait for all of them
         fence_async_shared()
         meet()  # the gradient of the state and the sums of decays are stored
         async_store(dS_tiles, [place * K, vb * BV], dS_s)
@@ -115,7 +117,6 @@ def penstock_gdn_wide_reverse_sm90(
         if DECAYS:
             read = vectors[2].index(m & 1).load(by_token)[:, None]
             scaled = scaled * read
-            dS = dS * total
         scaled_s.store(scaled.to(kind))
         fence_async_shared()
         meet()  # scale read o dO is stored

@@ -103,6 +103,8 @@ def penstock_gdn_wide_walk_sm90(
         tma.store_wait(0)
         meet()  # the memory of results is free
         S_s.store(S.to(kind))
+        if DECAYS:
+            S = S * total  # not while products are under way: the compiler would wait for all of them
         fence_async_shared()
         meet()  # the state and the sums of decays are stored
         if KEEP:
@@ -125,7 +127,6 @@ def penstock_gdn_wide_walk_sm90(
         E = v_s.index(c & 1).load(mma).to(gl.float32)
         if DECAYS:
             read = vectors[2].index(c & 1).load(by_token)
-            S = S * total
         if OUTPUT:
             Y = warpgroup_mma_wait(1, [Y])
         else:
