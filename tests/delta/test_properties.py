@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import AXES as RESULTS
+from closing import check_closing
 from contract import check_contract, problem_of
 from deltas import NAMES, VARIANTS, Delta
 
@@ -150,3 +151,9 @@ def test_a_batch_row_never_sees_its_neighbour(variant):
     for x, wanted in zip(found, whole):
         assert torch.equal(x[::2], wanted[::2])
         assert x[1].isnan().any()
+
+
+@every_implementation
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_what_a_last_token_leaves_of_a_state_is_exact(variant, impl):
+    check_closing(Delta(variant, T=128, dtype=FLOAT32, gate="weak", state=False), impl)

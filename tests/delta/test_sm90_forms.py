@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import upstream
+from closing import DECAYS, MOST, closed, error
 from deltas import Delta
 from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, problem_of
 
@@ -102,3 +103,12 @@ def test_refuses_gradients_that_are_not_tiles(forms):
     spread = torch.stack([d_output, d_output], 3)[:, :, :, 0]
     call = Backward.of(forms.problem(case), H200, d_output=spread, d_final_state=d_final)
     assert "d_output must be" in str(forms.backward.refusal(call))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_what_a_last_token_leaves_of_a_state_is_exact(forms, decay):
+    """Factors of a decay are in the operands of products: float16 would lose them."""
+    case = replace(forms.case, T=128, gate="weak", state=False)
+    tensors = closed(case, decay)
+    found = forward(forms.forward, forms.problem(case, tensors))["final_state"]
+    assert error(case, tensors, found) <= MOST[case.dtype]

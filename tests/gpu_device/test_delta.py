@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from canonical import Sequences, check
+from closing import check_closing
 from contract import check_results, measured
 from cuts import CUTS, changed, followed
 from delta_cases import bounded_cases, gates, pooled_cases, raw_cases
@@ -135,6 +136,13 @@ def test_strided_tensors_without_a_state(variant):
 @pytest.mark.parametrize("case", [one for variant in VARIANTS for one in pooled_cases(variant) if one.dtype.itemsize < 8], ids=str)
 def test_pools(case: PooledDelta, D):
     check_results(replace(case, K=D, V=D), "triton_recurrent", DEVICE)
+
+
+@hopper_heads
+@every_dtype
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_what_a_last_token_leaves_of_a_state_is_exact(variant, dtype, D):
+    check_closing(case_of(variant, T=128, K=D, V=D, dtype=dtype, gate="weak", state=False), "triton_chunkwise", DEVICE)
 
 
 LENGTHS = (200, 0, 64, 131, 37, 1, 300, 65, 5)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Case, arithmetic, draw, offsets, oracle, problem_of, upstream
+from closing import DECAYS, MOST, closed, error
 from emulated import gluon
 from pools import pool_of
 from sampling import every
@@ -185,6 +186,17 @@ def test_states_of_cut_sequences(case, way, monkeypatch):
     problem = problem_of(case, drawn)
     made = plan.chunk_backward_plan(problem, upstream(case)[0], None, H200)
     assert kernels_of(made)[: 2 * len(WAYS[way]) + 1] == [*WAYS[way] * 2, "sm90.channel_backward"]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("variant", ["gla", "rwkv6", "rwkv5"])
+def test_what_a_last_token_leaves_of_a_state_is_exact(variant, K, decay):
+    """bfloat16 has the range of float32."""
+    case = replace(OF, variant=variant, H=1, T=128, K=K, V=K, gate="weak", state=False)
+    tensors = closed(case, decay)
+    results, _ = passes(case, tensors)
+    assert error(case, tensors, results["final_state"]) <= MOST[case.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from cases import NAMES, Case, call, draw
+from closing import check_closing
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -190,3 +192,9 @@ def test_decode_steps_continue_a_call(chosen, pieces):
         begin += piece
     close(torch.cat(outputs, 1), whole.output)
     close(state, whole.final_state)
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("variant", ["simple_gla", "gla", "rwkv6"])
+def test_what_a_last_token_leaves_of_a_state_is_exact(variant, impl):
+    check_closing(Case(variant, T=128, dtype=torch.float32, gate="weak", state=False), impl)

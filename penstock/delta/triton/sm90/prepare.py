@@ -7,6 +7,8 @@ With w the decay of a token, and the scale folded into q, a chunk of 64 tokens h
     B^T = T^T (k o w_{s+1} ... w_64)                                             q, k o w_1 ... w_t           total = w_1 ... w_64
 
 A_q and A_k are sums over dyadic levels: see ``recurrence/triton/sm90/channel_forward.py``. All factors are at most 1.
+B^T is the product of T in two parts of bfloat16 and of k o w_{s+1} ... w_64 in bfloat16: in float16 strong decays at the end of a chunk
+would be 0.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, chunk_of_slot
+from .anchored import in_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import added, exchanged
@@ -160,7 +163,7 @@ def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: g
     Kt *= decay
     near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
     far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
-    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(gl.float16))
+    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(kind))
     q.store((Q * spread(factors_s[0], W, layout, grouped)).to(kind))
     k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
     return D_q, D_k, Q, Kt
@@ -210,7 +213,7 @@ def penstock_kda_prepare_sm90(
     q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
     g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
-    rest_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, W], q_tiles.layout)
+    rest_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
     part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
@@ -259,6 +262,7 @@ def penstock_kda_prepare_sm90(
     d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
+    low_s = gl.allocate_shared_memory(kind, [C, C], half)
     pairs = assembled(of_k, narrow, mma)
     A = pairs * -rates[:, None]
     own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
@@ -281,15 +285,22 @@ def penstock_kda_prepare_sm90(
     async_store(a_tiles, [to, 0], a_s)
     if REMOVALS:
         async_store(r_tiles, [to, 0], removals_s)
-    for p in gl.static_range(PARTS):
-        B = warpgroup_mma(t_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
-        b_s = reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout)
-        meet()
-        b_s.store(B.to(kind))
+    high_s = reinterpret(t_s, kind, [C, C], half)
+    high, low = in_two(t_s.load(mma).to(gl.float32), kind)
+    meet()
+    high_s.store(high)
+    low_s.store(low)
     fence_async_shared()
     meet()
     for p in gl.static_range(PARTS):
-        async_store(bt_tiles, [to, p * W], reinterpret(rest_s.index(p), kind, [C, W], q_tiles.layout))
+        B = warpgroup_mma(high_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
+        B = warpgroup_mma(low_s.permute((1, 0)), rest_s.index(p), B)
+        meet()
+        rest_s.index(p).store(B.to(kind))
+    fence_async_shared()
+    meet()
+    for p in gl.static_range(PARTS):
+        async_store(bt_tiles, [to, p * W], rest_s.index(p))
     tma.store_wait(0)
     # q and k are read by their stores until here: without this, later allocations get their memory
     q_s._keep_alive()

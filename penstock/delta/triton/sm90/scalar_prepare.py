@@ -7,7 +7,8 @@ With D[t,s] = exp(sum s < u <= t of g_u), read_t = exp(sum u <= t) and rest_s = 
 
 q k^T and k k^T are products of the tiles that the tensor memory accelerator copies. Heads of v that share q and k do not share them: the
 time is that of the inverse, which more programs on a multiprocessor hide. Sums of decays have two parts (``gpu/hopper_decays.py``), so D is
-accurate for every decay.
+accurate for every decay. rest o T is multiplied in two parts of bfloat16, which has the range of float32: where a chunk ends with strong
+decays, B^T and what it leaves of the state are as small, and float16 would lose them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, su
 from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
+from .anchored import in_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 
@@ -125,17 +127,21 @@ def penstock_gdn_prepare_sm90(
     if REMOVALS:
         r_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
         r_s.store(warpgroup_mma(pairs, t_s, zero, use_acc=False).to(gl.float16))
-    keys_s = reinterpret(q_s, gl.float16, [C, K], half)
-    keys_s.store(k_s.load(clean).to(gl.float32).to(gl.float16))
-    rested = t_s.load(mma)
+    rested = t_s.load(mma).to(gl.float32)
     if DECAYS:
-        rested = (rested.to(gl.float32) * vectors[3].index(0).load(gl.SliceLayout(1, mma))[:, None]).to(gl.float16)
-    N_s.store(rested)
+        rested = rested * vectors[3].index(0).load(gl.SliceLayout(1, mma))[:, None]
+    high_s = reinterpret(N_s, kind, [C, C], half)
+    low_s = reinterpret(q_s, kind, [C, C], half)
+    high, low = in_two(rested, kind)
+    high_s.store(high)
+    low_s.store(low)
     fence_async_shared()
     meet()
     a_s = reinterpret(t_s, kind, [C, C], half)
     a_s.store(A)
-    B = warpgroup_mma(N_s.permute((1, 0)), keys_s, gl.zeros([C, K], gl.float32, wide), use_acc=False)
+    B = warpgroup_mma(high_s.permute((1, 0)), k_s, gl.zeros([C, K], gl.float32, wide), use_acc=False)
+    B = warpgroup_mma(low_s.permute((1, 0)), k_s, B)
+    meet()  # no product reads the keys
     k_s.store(B.to(kind))
     fence_async_shared()
     meet()
