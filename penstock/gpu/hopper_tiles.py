@@ -87,3 +87,20 @@ def others(part, across: gl.constexpr, LATER: gl.constexpr):
         elif n < GROUPS - 1:
             rest += gl.where(group > n, one, 0.0)
     return total, rest
+
+
+@gluon.jit
+def sequence_with_pieces(rank, cu_seqlens, N, PIECE: gl.constexpr):
+    """See the function of this name in ``tiles.py``."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    found = rank * 0 + N
+    before = rank * 0
+    i = gl.arange(0, 256, layout)
+    for first in range(0, N, 256):
+        begin = gl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
+        end = gl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
+        long = (end - begin >= PIECE).to(gl.int32)
+        wanted = (long == 1) & (before + gl.associative_scan(long, 0, plus) == rank + 1)
+        found += gl.sum(gl.where(wanted, first + i - N, 0), 0)
+        before += gl.sum(long, 0)
+    return found

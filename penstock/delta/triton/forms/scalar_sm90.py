@@ -9,10 +9,10 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan, chunks
+from ....gpu.plan import Plan, Size, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, NONE, Backward, C, Call, Forward
-from .chunks import start
+from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
+from .chunks import State, start
 
 HEADS = (64, 128)
 """Key and value channels of a head."""
@@ -83,7 +83,7 @@ def keeps(call: Forward) -> bool:
     return call.keep and not call.p.groups and dense
 
 
-def add_prepare(plan: Plan, call: Call, removals: bool) -> None:
+def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0, fused: bool = True) -> None:
     """The memory of B^T, A, read_t and, with ``removals``, A_k T of all chunks, and the launch that computes them."""
     from ..sm90 import scalar_prepare
 
@@ -97,8 +97,8 @@ def add_prepare(plan: Plan, call: Call, removals: bool) -> None:
         scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
-        registers=(168 if removals else 128) if K <= 128 else 0, writes=(b, a, *[r] * removals, reads),
-        K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals,
+        registers=(168 if removals else 128) if K <= 128 else 0, writes=(b, a, *[r] * removals, reads), fused=fused,
+        K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals, PIECE=piece,
     )  # fmt: skip
 
 
@@ -110,24 +110,33 @@ def block(call: Call) -> int:
 
 def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
     """The launch that walks over the chunks: ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` if ``keep``."""
-    from ..sm90 import scalar_walk
-
-    p, H, K, V, BV, slots = call.p, call.H, call.K, call.V, block(call), call.chunks(C)
-    out, final, e, S = "v", "reads", "v", "v"  # dummies
+    p, H, K, V, slots = call.p, call.H, call.K, call.V, call.chunks(C)
+    out, final, kept = "v", "reads", ("v", "v")  # dummies
     if output:
         out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
         final = plan.empty("final_state", sequences, H, K, V)
     if keep:
-        e = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype)
-        S = plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
-    first, steps = start(call)
-    values, kept = Tile(C, BV), (Tile(C, BV, 3), Tile(BV, K, 3))
+        kept = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype), plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
+    _walk(plan, call, sequences, start(call), out, final, kept, output, keep)
+
+
+def _walk(
+    plan: Plan, call: Call, count: Size, initial: State, out: str, final: str, kept: tuple[str, str], output: bool, keep: bool,
+    piece: int = 0, rows: str = "", narrow: bool = False, fused: bool = True,
+) -> None:  # fmt: skip
+    """The launch of a walk over ``count`` sequences, from and to states by name."""
+    from ..sm90 import scalar_walk
+
+    p, H, K, V, BV = call.p, call.H, call.K, call.V, block(call)
+    first, steps = initial
+    values, kept_tiles = Tile(C, BV), (Tile(C, BV, 3), Tile(BV, K, 3))
     plan.launch(
-        scalar_walk.penstock_gdn_walk_sm90, call.programs(sequences, V // BV),
-        ("k", "q", "v", "solved_keys", "weights", out, e, S, "beta", "reads", first or "reads", out, final, "cu_seqlens"),
+        scalar_walk.penstock_gdn_walk_sm90, call.programs(count, V // BV),
+        ("k", "q", "v", "solved_keys", "weights", out, *kept, "beta", "reads", first or "reads", out, final, "cu_seqlens", rows or "q"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
-        (*[Tile(C, K)] * 2, values, Tile(C, K, 3), Tile(C, C, 3), values, *(kept if keep else (values, values))),
+        (*[Tile(C, K)] * 2, values, Tile(C, K, 3), Tile(C, C, 3), values, *(kept_tiles if keep else (values, values))), fused=fused,
         K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, OUTPUT=output, KEEP=keep, PACKED=call.packed,
+        PIECE=piece, ROWS_GIVEN=bool(rows), NARROW=narrow,
     )  # fmt: skip
 
 
@@ -139,6 +148,23 @@ def _forward(call: Forward) -> Plan:
     return plan
 
 
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
+    add_prepare(plan, call, False, piece, fused=False)
+    rows = "slots" if call.p.slots is not None else ""
+    state, narrow = ("state", call.p.state.stride()), call.p.state.element_size() < 4
+    _walk(plan, call, call.with_piece(piece), state, output, "reads", ("v", "v"), True, False, piece, rows, narrow, False)
+
+
+def unrun(call: Call) -> str | None:
+    """Emulated and compiled, not timed."""
+    return "it has not run on a GPU yet"
+
+
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 4, "G": 2, "J": 2, "K": 128, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 64, "V": 64}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
+IN_PLACE = tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "gdn_pieces_sm90", _pieces, absent, refuses, unrun, examples=IN_PLACE
+)

@@ -16,7 +16,7 @@ from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward
 from .chunks import end, start
-from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
+from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, unrun, untiled, untiled_gradient
 
 KEYS = (64, 128, 256)
 """Key channels of a head."""
@@ -40,11 +40,6 @@ def refuses(call: Call) -> str | None:
 def refuses_backward(call: Backward) -> str | None:
     """Also the gradient of the output is copied in tiles."""
     return refuses(call) or untiled_gradient(call)
-
-
-def avoids(call: Call) -> str | None:
-    """Emulated and compiled, not timed."""
-    return "it has not run on a GPU yet"
 
 
 def slots(call: Call) -> int:
@@ -131,7 +126,7 @@ def _backward(call: Backward) -> Plan:
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 256, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 128, "V": 192}))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, unrun, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "gdn_wide_bwd_sm90", _backward, absent, refuses_backward, avoids, examples=EXAMPLES
+    "gdn_wide_bwd_sm90", _backward, absent, refuses_backward, unrun, examples=EXAMPLES
 )

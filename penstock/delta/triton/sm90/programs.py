@@ -6,21 +6,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....gpu.hopper_decays import GONE
+from ....gpu.hopper_tiles import sequence_with_pieces
 from ....gpu.tiles import LOG2E, slot_of, tokens_of
 from .layouts import C
 
 
 @gluon.jit
-def walk_of_program(cu_seqlens, N, T, H, BLOCKS: gl.constexpr, PACKED: gl.constexpr):
+def walk_of_program(cu_seqlens, N, T, H, BLOCKS: gl.constexpr, PACKED: gl.constexpr, PIECE: gl.constexpr = 0):
     """The sequence, head and block of value channels of a program (sequence, head, block).
 
     Returns also the batch row and first row of the sequence, the numbers of its tokens and chunks, the index [slots,H] of its first chunk.
+    PIECE > 0: of whole pieces of PIECE tokens; if PACKED, the programs are those of sequences that have one.
     """
     pid = gl.program_id(0)
     block = pid % BLOCKS
     slot = pid // BLOCKS // H
     h = pid // BLOCKS % H
+    there = slot >= 0
+    if PIECE > 0 and PACKED:
+        slot = sequence_with_pieces(slot, cu_seqlens, N, PIECE)
+        there = slot < N
+        slot = gl.minimum(slot, N - 1)
     n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, T, False, PACKED, False)
+    if PIECE > 0:
+        tokens = gl.where(there, tokens // PIECE * PIECE, 0)
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
     return slot.to(gl.int64), h, block, b, row, tokens, chunks, first_chunk

@@ -57,13 +57,13 @@ def operand(x, mma: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_prepare_sm90(
     q_tiles, k_tiles, b_tiles, a_tiles, r_tiles, g, beta, reads, cu_seqlens, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
-    K: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr, REMOVALS: gl.constexpr,
+    K: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr, REMOVALS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o rest) and read_t, of every chunk.
 
     Reads q, k [B,T,H / R,K] as TMA tiles [C,K], g and beta [B,T,H] by strides. Writes B^T [slots,H,C,K] and A [slots,H,C,C] in the dtype
     of q, read_t [slots,H,C] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a chunk, head of v). ``q_h``
-    and ``k_h`` are K, or 0 if all heads share q and k.
+    and ``k_h`` are K, or 0 if all heads share q and k. PIECE: only chunks of C tokens are processed.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     kind: gl.constexpr = q_tiles.dtype
@@ -79,6 +79,9 @@ def penstock_gdn_prepare_sm90(
     b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
+    if PIECE > 0:
+        if left < C:
+            return
     row = (b * T + begin).to(gl.int32)
     head = h.to(gl.int64)
     place = slot.to(gl.int64) * H + h

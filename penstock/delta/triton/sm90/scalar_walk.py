@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
+from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
 from .programs import vectors_of, walk_of_program
@@ -32,9 +32,10 @@ def load_chunk(tiles, rings, bars, place, c):
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_walk_sm90(
     k_tiles, q_tiles, v_tiles, b_tiles, a_tiles, o_tiles, e_tiles, S_tiles, beta, reads, initial_state, output, final_state, cu_seqlens,
-    scale, N, T, H, R, q_h, k_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
+    rows, scale, N, T, H, R, q_h, k_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr,
-    KEEP: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr, PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr,
+    NARROW: gl.constexpr,
 ):  # fmt: skip
     """O = A X + scale read o (q S), S <- total o S + (B^T)^T X with X = beta o E, E = V - read o (k S), chunk by chunk.
 
@@ -42,6 +43,9 @@ def penstock_gdn_walk_sm90(
     before each chunk [BV,K] of [slots,H,V,K]. Reads beta [B,T,H] and the initial state [N,H,K,V] by strides, read_t [slots,H,C]. With
     OUTPUT writes the output and the final state [N,H,K,V], with KEEP E and the states before chunks. Program (sequence, head, block of BV
     value channels): four warps for each 64 of them. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
+
+    PIECE > 0: updates in place, of whole pieces only. States are rows of a pool, the initial state, with ROWS_GIVEN row ``rows[n]``, where
+    a negative one is skipped. NARROW: the pool has 16 bits, to which the state is rounded after each piece.
     """
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(BV == 16 * WARPS)
@@ -54,7 +58,12 @@ def penstock_gdn_walk_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED, PIECE)
+    if PIECE > 0:
+        if ROWS_GIVEN:
+            owner = gl.load(rows + owner).to(gl.int64)
+        chunks = gl.where(owner < 0, 0, chunks)
+        owner = gl.maximum(owner, 0)
     head = h.to(gl.int64)
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
@@ -166,6 +175,8 @@ def penstock_gdn_walk_sm90(
         read_s.index((c + 1) & 1).store(factors)
         total = next_total
         S, O, X = warpgroup_mma_wait(0, [S, O, X])
+        if NARROW:
+            S = S.to(initial_state.dtype.element_ty).to(gl.float32)
         done = O.to(kind)
     if KEEP:
         tma.store_wait(0)
@@ -178,5 +189,12 @@ def penstock_gdn_walk_sm90(
     if OUTPUT:
         t = (chunks - 1) * C
         gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, done, mask=(t + column < tokens) & (chunks > 0))
-        gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
+        if PIECE > 0:
+            zero = unknown(chunks * 0)  # addresses are computed again: kept since the state was loaded, they spill
+            dk += zero
+            dv += zero
+            to = initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
+            gl.store(to, S.to(initial_state.dtype.element_ty), mask=(dk >= 0) & (dv >= 0) & (chunks > 0))
+        else:
+            gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)

@@ -28,30 +28,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ....gpu.hopper_tiles import let_next_begin, meet, plus
+from ....gpu.hopper_tiles import let_next_begin, meet, sequence_with_pieces
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .channel_state import walk
 from .channel_state_float32 import walk_in_parts
 from .channel_tiles import GROUPS, prepare
 from .dyadic import C
-
-
-@gluon.jit
-def sequence_with_pieces(rank, cu_seqlens, N, PIECE: gl.constexpr):
-    """See the plain kernels' function of this name."""
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    found = rank * 0 + N
-    before = rank * 0
-    i = gl.arange(0, 256, layout)
-    for first in range(0, N, 256):
-        begin = gl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
-        end = gl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
-        long = (end - begin >= PIECE).to(gl.int32)
-        wanted = (long == 1) & (before + gl.associative_scan(long, 0, plus) == rank + 1)
-        found += gl.sum(gl.where(wanted, first + i - N, 0), 0)
-        before += gl.sum(long, 0)
-    return found
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])

@@ -1,0 +1,116 @@
+"""The Gluon kernels of gated DeltaNet and DeltaNet for Hopper in updates in place, emulated on the CPU: whole pieces of 64 tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import offsets
+from deltas import Delta
+from emulated import gluon
+from hopper_deltas import BUDGET, EMULATED, H200, SMALL
+from pools import pool_of
+
+import penstock as ps
+from penstock.delta.operators import ADVANCE
+from penstock.delta.triton import plan
+from penstock.delta.triton.calls import InPlace
+from penstock.delta.triton.forms import scalar_sm90
+from penstock.gpu.plan import Plan
+from penstock.tokens.pieces import CHUNK
+
+pytestmark = EMULATED
+OF = Delta("gated_delta_rule", B=2, H=2, T=64, K=128, V=128, dtype=torch.bfloat16, others=torch.float32, state=False)
+BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UPDATES = [
+    ("gated_delta_rule", None, None, FLOAT32, "contiguous", "mixture"),
+    ("gated_delta_rule", None, (5, -1), BFLOAT16, "gaps", "logsigmoid"),
+    ("gated_delta_rule", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "heads first", "mixture"),
+    ("gated_delta_rule", (5, 1, 63), (3, 0, 5), FLOAT32, "contiguous", "mixture"),
+    ("gated_delta_rule", (5, 64, 70), (-1, 4, 1), FLOAT16, "contiguous", "gone"),
+    ("delta_rule", (130, 64, 3), (1, -4, 0), FLOAT64, "gaps", "weak"),
+]
+NAMED = [target._replace(forms=frozenset(["gdn_pieces_sm90"])) for target in (H200, SMALL)]
+
+
+def problem_and_pool(variant, lengths, slots, pool, layout, gate):
+    case = replace(OF, variant=variant, lengths=lengths, gate=gate)
+    tensors, rows = case.tensors(), 6 if slots else 2
+    state, memory = pool_of(rows, case, pool, layout)
+    given = tensors | {"cu_seqlens": offsets(case), "slots": None if slots is None else torch.tensor(slots), "state": state}
+    options = (None, *case.flags.values())
+    problem = ADVANCE.checked(f"advance({variant!r})", [given.get(name) for name in ADVANCE.names], options)
+    return tensors, given, problem, memory
+
+
+def run(given, problem, target=H200, seed=0):
+    """The output of the launches for whole pieces."""
+    made, call = Plan(), InPlace.of(problem, target)
+    assert scalar_sm90.PIECES.refusal(call) is None
+    output = made.empty("output", *problem.v.shape, dtype=problem.v.dtype)
+    scalar_sm90.PIECES.plan(made, call, output, CHUNK)
+    tensors = {name: problem.q if x is None else x for name, x in given.items()} | {"q": problem.q, "k": problem.k}
+    return gluon.run(made, tensors, problem.sizes, seed)["output"]
+
+
+@pytest.mark.parametrize(("variant", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
+def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate):
+    """Other rows of the pool and tokens after the pieces are not touched."""
+    tensors, given, problem, memory = problem_and_pool(variant, lengths, slots, pool, layout, gate)
+    state = given["state"]
+    wanted, before, touched = state.double().clone(), memory.clone(), torch.zeros(len(state), dtype=torch.bool)
+    output = run(given, problem)
+    spans = [(n, 0, 64) for n in range(2)] if lengths is None else [(0, *span) for span in problem.spans()]
+    for n, (row, begin, end) in enumerate(spans):
+        slot, end = n if slots is None else slots[n], begin + (end - begin) // 64 * 64
+        if slot < 0 or begin == end:
+            continue
+        touched[slot] = True
+        part = {name: x[row : row + 1, begin:end].double() for name, x in tensors.items() if x is not None and x.dim() > 2}
+        one = wanted[slot : slot + 1].clone()
+        expected = ps.advance(variant, **part, state=one, impl="reference")
+        wanted[slot] = one[0]
+        assert (output[row, begin:end].double() - expected[0]).norm() <= BUDGET * expected.norm()
+    if touched.any():
+        assert (state.double() - wanted)[touched].norm() <= BUDGET * wanted[touched].norm()
+    state[touched] = before.new_tensor(0)
+    after = memory.clone()
+    memory.copy_(before)
+    state[touched] = before.new_tensor(0)
+    assert torch.equal(after, memory)
+
+
+def test_bits_depend_neither_on_cuts_nor_on_other_sequences():
+    """One sequence of three pieces: alone, cut, and between others, whose programs have other value channels."""
+    case = replace(OF, B=1, T=192, gate="mixture")
+    tensors = case.tensors()
+
+    def advanced(parts, state, target):
+        outputs = []
+        for begin, end, beside in parts:
+            pieces = [*[(0, 64)] * beside, (begin, end), *[(64, 128)] * beside]
+            given = {name: torch.cat([x[:, a:b] for a, b in pieces], 1) for name, x in tensors.items() if x is not None}
+            ends = torch.tensor([0, *(b - a for a, b in pieces)]).cumsum(0)
+            rows = [*range(1, beside + 1), 0, *[-1] * beside]
+            given |= {"cu_seqlens": ends, "slots": torch.tensor(rows), "state": state}
+            problem = ADVANCE.checked(
+                f"advance({case.variant!r})", [given.get(name) for name in ADVANCE.names], (None, *case.flags.values())
+            )
+            first = beside * 64
+            outputs.append(run(given, problem, target, seed=beside)[:, first : first + end - begin])
+        return torch.cat(outputs, 1), state[0]
+
+    def pool():
+        return torch.linspace(-1, 1, 4 * 2 * 128 * 128).view(4, 2, 128, 128).sin()
+
+    whole, last = advanced([(0, 192, 0)], pool(), H200)
+    for parts, target in (([(0, 64, 0), (64, 192, 0)], H200), ([(0, 128, 2), (128, 192, 1)], SMALL)):
+        output, state = advanced(parts, pool(), target)
+        assert torch.equal(output, whole)
+        assert torch.equal(state, last)
+
+
+@pytest.mark.parametrize("target", NAMED, ids=["blocks", "heads"])
+def test_is_taken_where_it_is_named(target):
+    _, _, problem, _ = problem_and_pool(*UPDATES[2])
+    assert plan.advance_plan(problem, target).forms[0] == "gdn_pieces_sm90"
+    assert plan.advance_plan(problem, H200).forms[0] == "delta_pieces"
