@@ -1,4 +1,4 @@
-"""The Gluon kernels of gated DeltaNet and DeltaNet for Hopper in updates in place, emulated on the CPU: whole pieces of 64 tokens."""
+"""The Gluon kernels of the delta rule for Hopper in updates in place, emulated on the CPU: whole pieces of 64 tokens."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.delta.operators import ADVANCE
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import InPlace
-from penstock.delta.triton.forms import scalar_sm90
+from penstock.delta.triton.forms import channels_sm90, scalar_sm90
 from penstock.gpu.plan import Plan
 from penstock.tokens.pieces import CHUNK
 
@@ -28,8 +28,11 @@ UPDATES = [
     ("gated_delta_rule", (5, 1, 63), (3, 0, 5), FLOAT32, "contiguous", "mixture"),
     ("gated_delta_rule", (5, 64, 70), (-1, 4, 1), FLOAT16, "contiguous", "gone"),
     ("delta_rule", (130, 64, 3), (1, -4, 0), FLOAT64, "gaps", "weak"),
+    ("kda", None, (5, -1), FLOAT32, "heads first", "mixture"),
+    ("kda", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), BFLOAT16, "gaps", "mixture"),
+    ("kda", (5, 1, 63), None, FLOAT32, "contiguous", "gone"),
 ]
-NAMED = [target._replace(forms=frozenset(["gdn_pieces_sm90"])) for target in (H200, SMALL)]
+FORMS = {"kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES}
 
 
 def problem_and_pool(variant, lengths, slots, pool, layout, gate):
@@ -45,9 +48,10 @@ def problem_and_pool(variant, lengths, slots, pool, layout, gate):
 def run(given, problem, target=H200, seed=0):
     """The output of the launches for whole pieces."""
     made, call = Plan(), InPlace.of(problem, target)
-    assert scalar_sm90.PIECES.refusal(call) is None
+    form = FORMS[problem.variant.name]
+    assert form.refusal(call) is None
     output = made.empty("output", *problem.v.shape, dtype=problem.v.dtype)
-    scalar_sm90.PIECES.plan(made, call, output, CHUNK)
+    form.plan(made, call, output, CHUNK)
     tensors = {name: problem.q if x is None else x for name, x in given.items()} | {"q": problem.q, "k": problem.k}
     return gluon.run(made, tensors, problem.sizes, seed)["output"]
 
@@ -79,9 +83,10 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
     assert torch.equal(after, memory)
 
 
-def test_bits_depend_neither_on_cuts_nor_on_other_sequences():
+@pytest.mark.parametrize("variant", FORMS)
+def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
     """One sequence of three pieces: alone, cut, and between others, whose programs have other value channels."""
-    case = replace(OF, B=1, T=192, gate="mixture")
+    case = replace(OF, variant=variant, B=1, T=192, gate="mixture")
     tensors = case.tensors()
 
     def advanced(parts, state, target):
@@ -109,8 +114,9 @@ def test_bits_depend_neither_on_cuts_nor_on_other_sequences():
         assert torch.equal(state, last)
 
 
-@pytest.mark.parametrize("target", NAMED, ids=["blocks", "heads"])
-def test_is_taken_where_it_is_named(target):
-    _, _, problem, _ = problem_and_pool(*UPDATES[2])
-    assert plan.advance_plan(problem, target).forms[0] == "gdn_pieces_sm90"
+@pytest.mark.parametrize("update", [UPDATES[2], UPDATES[-2]], ids=["gated_delta_rule", "kda"])
+def test_is_taken_where_it_is_named(update):
+    _, _, problem, _ = problem_and_pool(*update)
+    name = FORMS[update[0]].name
+    assert plan.advance_plan(problem, H200._replace(forms=frozenset([name]))).forms[0] == name
     assert plan.advance_plan(problem, H200).forms[0] == "delta_pieces"

@@ -156,6 +156,16 @@ RANDOM = [
 """Dtypes of inputs and pool, the pool's layout, whether the inputs have gaps, and K."""
 
 
+@pytest.mark.parametrize(("pool", "layout", "strided"), [(FLOAT32, "contiguous", True), (BFLOAT16, "gaps", False)], ids=str)
+@pytest.mark.parametrize("variant", ["delta_rule", "gated_delta_rule", "kda"])
+def test_random_calls_by_kernels_of_pieces_for_hopper(variant, pool, layout, strided):
+    """Where they are avoided, too."""
+    gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
+    case = case_of(variant, sum(LENGTHS), B=1, K=128, V=128, dtype=BFLOAT16, gate=gate, strided=strided, state=False)
+    with trying({}, "gdn_pieces_sm90", "kda_pieces_sm90"):
+        check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
+
+
 @pytest.mark.parametrize(("dtype", "pool", "layout", "strided", "K"), RANDOM, ids=str)
 @every_variant
 def test_random_calls_equal_each_sequence_alone(variant, dtype, pool, layout, strided, K):

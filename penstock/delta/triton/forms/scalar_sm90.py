@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form
+from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
 from ....gpu.plan import Plan, Size, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
@@ -154,11 +154,6 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     rows = "slots" if call.p.slots is not None else ""
     state, narrow = ("state", call.p.state.stride()), call.p.state.element_size() < 4
     _walk(plan, call, call.with_piece(piece), state, output, "reads", ("v", "v"), True, False, piece, rows, narrow, False)
-
-
-def unrun(call: Call) -> str | None:
-    """Emulated and compiled, not timed."""
-    return "it has not run on a GPU yet"
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 4, "G": 2, "J": 2, "K": 128, "V": 128}

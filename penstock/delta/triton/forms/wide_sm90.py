@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form
+from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward
 from .chunks import end, start
-from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, unrun, untiled, untiled_gradient
+from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
 
 KEYS = (64, 128, 256)
 """Key channels of a head."""

@@ -185,13 +185,13 @@ def far_pairs(Q, Kt, near_s, far_s, rows_s, near_q, near_k, far_q, far_k, kind: 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_sm90(
     q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
-    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr,
+    K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o w_{s+1} ... w_64), q and k o w_1 ... w_t, total = w_1 ... w_64.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k, B^T [slots,H,C,K] and A
     [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a
-    chunk, head): all of it.
+    chunk, head): all of it. PIECE: only chunks of C tokens are processed.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     PARTS: gl.constexpr = K // W
@@ -208,6 +208,9 @@ def penstock_kda_prepare_sm90(
     b, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
+    if PIECE > 0:
+        if left < C:
+            return
     line = b * T + begin
     row = line.to(gl.int32)
     q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....gpu.hopper_decays import GONE
-from ....gpu.hopper_tiles import sequence_with_pieces
+from ....gpu.hopper_tiles import sequence_with_pieces, unknown
 from ....gpu.tiles import LOG2E, slot_of, tokens_of
 from .layouts import C
 
@@ -66,3 +66,22 @@ def decays_of(g, g_t, c, tokens, layout: gl.constexpr, DECAYS: gl.constexpr):
         return gl.maximum(of_tokens(g, g_t, c, tokens, layout) * LOG2E, GONE)
     else:
         return gl.zeros([C], gl.float32, layout)
+
+
+@gluon.jit
+def row_of_pool(rows, n, chunks, ROWS_GIVEN: gl.constexpr):
+    """The row of a pool that sequence n updates, and the number of its chunks: 0 where the row is negative."""
+    if ROWS_GIVEN:
+        n = gl.load(rows + n).to(gl.int64)
+    return gl.maximum(n, 0), gl.where(n < 0, 0, chunks)
+
+
+@gluon.jit
+def store_in_pool(S, pool, n, head, dk, dv, steps, chunks):
+    """Store a state [BV,K] in row n of a pool, if there was a chunk. Addresses are computed again: kept since it was loaded, they spill."""
+    s_n, s_h, s_k, s_v = steps
+    zero = unknown(chunks * 0)
+    dk += zero
+    dv += zero
+    to = pool + n * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
+    gl.store(to, S.to(pool.dtype.element_ty), mask=(dk >= 0) & (dv >= 0) & (chunks > 0))

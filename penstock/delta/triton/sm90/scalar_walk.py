@@ -14,10 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import vectors_of, walk_of_program
+from .programs import row_of_pool, store_in_pool, vectors_of, walk_of_program
 
 
 @gluon.jit
@@ -60,10 +60,7 @@ def penstock_gdn_walk_sm90(
 
     owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED, PIECE)
     if PIECE > 0:
-        if ROWS_GIVEN:
-            owner = gl.load(rows + owner).to(gl.int64)
-        chunks = gl.where(owner < 0, 0, chunks)
-        owner = gl.maximum(owner, 0)
+        owner, chunks = row_of_pool(rows, owner, chunks, ROWS_GIVEN)
     head = h.to(gl.int64)
     k_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
@@ -190,11 +187,7 @@ def penstock_gdn_walk_sm90(
         t = (chunks - 1) * C
         gl.store(output + (t + column) * (H.to(gl.int64) * V) + line_of, done, mask=(t + column < tokens) & (chunks > 0))
         if PIECE > 0:
-            zero = unknown(chunks * 0)  # addresses are computed again: kept since the state was loaded, they spill
-            dk += zero
-            dv += zero
-            to = initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
-            gl.store(to, S.to(initial_state.dtype.element_ty), mask=(dk >= 0) & (dv >= 0) & (chunks > 0))
+            store_in_pool(S, initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v), chunks)
         else:
             gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import walk_of_program
+from .programs import row_of_pool, store_in_pool, walk_of_program
 
 STAGES = gl.constexpr(2)
 
@@ -58,16 +58,16 @@ def split(removals_s, low_s, mma: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
 def penstock_kda_walk_sm90(
     v_tiles, k_tiles, b_tiles, q_tiles, a_tiles, r_tiles, o_tiles, w_tiles, S_tiles, beta, totals, initial_state, output, final_state,
-    cu_seqlens, N, T, H, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
+    cu_seqlens, rows, N, T, H, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, KEEP: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """O = A X + q S, S <- total o S + (B^T)^T X with X = beta o (V - k S), chunk by chunk. W = V - k S - (A_k T) X.
 
     TMA tiles: v and output [C,BV] of tokens [B T,H V]; k, B^T, q [C,K], A, A_k T [C,C] and W [C,BV] of [slots,H,C,...]; S^T before each
     chunk [BV,K] of [slots,H,V,K]. Reads beta [B,T,H] and the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes
     the output and the final state [N,H,K,V], with KEEP W and the states before chunks. Program (sequence, head, block of BV value
-    channels).
+    channels). PIECE, ROWS_GIVEN, NARROW: see ``scalar_walk.py``.
     """
     gl.static_assert(BV == C)
     kind: gl.constexpr = v_tiles.dtype
@@ -80,7 +80,9 @@ def penstock_kda_walk_sm90(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED, PIECE)
+    if PIECE > 0:
+        owner, chunks = row_of_pool(rows, owner, chunks, ROWS_GIVEN)
     head = h.to(gl.int64)
     tiles = (v_tiles, k_tiles, b_tiles)
     rings = (gl.allocate_shared_memory(kind, [STAGES, C, BV], half),)
@@ -173,6 +175,8 @@ def penstock_kda_walk_sm90(
         total_s.index((c + 1) & 1).store(coming)
         rate_s.index((c + 1) & 1).store(rates)
         S, O, W, L, X = warpgroup_mma_wait(0, [S, O, W, L, X])
+        if NARROW:
+            S = S.to(initial_state.dtype.element_ty).to(gl.float32)
         if OUTPUT:
             O = O.to(kind)
             results[0].index(c & 1).permute((1, 0)).store(O)
@@ -184,6 +188,8 @@ def penstock_kda_walk_sm90(
     meet()
     if chunks > 0:
         store_chunk(o_tiles, w_tiles, S_tiles, results, place, chunks - 1, tokens, V, OUTPUT, KEEP)
-    if OUTPUT:
+    if PIECE > 0:
+        store_in_pool(S, initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v), chunks)
+    elif OUTPUT:
         gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)
