@@ -114,6 +114,16 @@ def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
         assert torch.equal(state, last)
 
 
+@pytest.mark.parametrize("variant", FORMS)
+def test_a_pool_without_rows_is_not_read(variant):
+    """All slots are negative."""
+    _, given, _, _ = problem_and_pool(variant, (64, 70), (-1, -2), FLOAT32, "contiguous", "mixture")
+    given["state"] = given["state"][:0]
+    names = [given.get(name) for name in ADVANCE.names]
+    empty = ADVANCE.checked(f"advance({variant!r})", names, (None, *replace(OF, variant=variant).flags.values()))
+    run(given, empty)
+
+
 @pytest.mark.parametrize("update", [UPDATES[2], UPDATES[-2]], ids=["gated_delta_rule", "kda"])
 def test_is_taken_where_it_is_named(update):
     _, _, problem, _ = problem_and_pool(*update)

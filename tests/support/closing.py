@@ -1,4 +1,4 @@
-"""A last token that decays the whole state and writes nothing: what is left is tiny, and as exact as any other state."""
+"""A last token that decays the whole state, and neither writes nor erases: what is left is tiny, and as exact as any other state."""
 
 import torch
 from cases import Case

@@ -21,7 +21,9 @@ ROWS = 1 << 31
 
 
 def unlike(call: Call) -> str | None:
-    """One stream with one decay per token or none, in bfloat16."""
+    """One stream with one log decay per token or none, in bfloat16."""
+    if call.p.raw is not None:
+        return "it takes log decays"
     if call.decay == CHANNEL or call.streams != 1:
         return "it computes one stream without decays per channel"
     return None if call.p.q.dtype == torch.bfloat16 else f"it takes bfloat16, this is {call.p.q.dtype}"

@@ -116,7 +116,9 @@ def penstock_kda_walk_sm90(
     dv = gl.arange(0, BV, gl.SliceLayout(1, mma))[:, None] + vb * BV
     S = gl.zeros([BV, K], gl.float32, mma)
     if INITIAL:
-        S = gl.load(initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+        begins = (dk >= 0) & (dv >= 0) & ((chunks > 0) | (PIECE == 0))  # a pool may be empty
+        first_state = initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
+        S = gl.load(first_state, mask=begins, other=0.0).to(gl.float32)
     channel = gl.arange(0, K, line)
     token = gl.arange(0, C, line)
     totals += first_chunk * K + channel
