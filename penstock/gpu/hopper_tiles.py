@@ -104,3 +104,18 @@ def sequence_with_pieces(rank, cu_seqlens, N, PIECE: gl.constexpr):
         found += gl.sum(gl.where(wanted, first + i - N, 0), 0)
         before += gl.sum(long, 0)
     return found
+
+
+@gluon.jit
+def in_two(x, kind: gl.constexpr):
+    """A tile as the sum of two in bfloat16: 16 significant bits."""
+    most = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
+    return most.to(kind), (x - most).to(kind)
+
+
+@gluon.jit
+def store_in_two(x, high_s, low_s):
+    """Store both parts of a tile."""
+    high, low = in_two(x, high_s.dtype)
+    high_s.store(high)
+    low_s.store(low)

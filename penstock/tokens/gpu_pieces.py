@@ -15,14 +15,14 @@ from ..call.memory import rounded
 from ..gpu.hopper import tiled
 from ..gpu.plan import contiguous
 from .pieces import CHUNK
-from .problem import InPlace
+from .problem import InPlace, TokenProblem
 
 Update = TypeVar("Update", bound=InPlace)
 APART = ("state", "slots", "cu_seqlens")
 """What is read and written where it lies, and indices."""
 
 
-def has_pieces(p: InPlace) -> bool:
+def has_pieces(p: TokenProblem) -> bool:
     """Whether the launches of whole pieces are in the plan, which is shared by calls whose counts are equal when rounded up."""
     return rounded(p.sizes["T"]) >= CHUNK
 
@@ -51,8 +51,8 @@ def plain(x: Tensor) -> bool:
 
 
 def _compiled_alike(a: int, b: int) -> bool:
-    """Whether Triton compiles the same code for two strides."""
-    return (a == 1, a % 16) == (b == 1, b % 16) or (1 not in (a, b) and a % 16 != 0 != b % 16)
+    """Whether Triton compiles the same code for two strides: it knows 1 and multiples of 16."""
+    return (a == 1, a % 16 == 0) == (b == 1, b % 16 == 0)
 
 
 def _copy(x: Tensor) -> Tensor:

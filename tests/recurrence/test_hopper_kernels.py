@@ -8,7 +8,7 @@ import torch
 from cases import Case, arithmetic, draw, offsets, oracle, problem_of, upstream
 from closing import DECAYS, MOST, closed, error
 from emulated import gluon
-from pools import pool_of
+from pools import check_untouched, pool_of
 from sampling import every
 
 import penstock as ps
@@ -414,8 +414,4 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
         wanted[slot] = one[0]
         assert (output[row, begin:end].double() - expected[0]).norm() <= least * expected.norm()
     assert (state.double() - wanted)[touched].norm() <= least * wanted[touched].norm()
-    state[touched] = before.new_tensor(0)
-    after = memory.clone()
-    memory.copy_(before)
-    state[touched] = before.new_tensor(0)
-    assert torch.equal(after, memory)
+    check_untouched(state, memory, before, touched)

@@ -94,3 +94,12 @@ class Pooled(Case):
         untouched[slots[~skipped]] = False
         assert torch.equal(found["state"][untouched], pool[untouched])
         assert not found["output"][(slice(None), of_token) if of_token is not None else skipped].any()
+
+
+def check_untouched(state, memory, before, touched):
+    """Only the ``touched`` rows of a pool have changed, in memory that was ``before``. Changes both."""
+    state[touched] = 0
+    after = memory.clone()
+    memory.copy_(before)
+    state[touched] = 0
+    assert torch.equal(after, memory)

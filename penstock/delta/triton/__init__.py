@@ -13,6 +13,7 @@ from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Up
 from ...gpu.target import interpreting, unavailable, uncompiled
 from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
+from ...tokens.gpu_pieces import has_pieces
 from ..declaration import Advance, Delta, DeltaTokens
 from ..gradients import Gradients
 from ..inputs import Follows, Pull, Stage, never_raw, prepared
@@ -131,7 +132,7 @@ def _chunkwise_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str |
 def _recurrent_raw(p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> str | None:
     if mode == "backward":
         return "its backward pass is that of triton_chunkwise, which computes them before"
-    if mode == "advance" and _answers().has_pieces(p):
+    if mode == "advance" and has_pieces(p):
         return "its pieces of 64 tokens are computed by chunk kernels, before which raw inputs are computed"
     return None
 

@@ -40,7 +40,7 @@ CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "adva
 
 def _asked(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> tuple[Part, ...]:
     """The lists that a problem asks."""
-    return parts[mode][1:] if mode == "advance" and not has_pieces(p) else parts[mode]  # type: ignore[arg-type]
+    return parts[mode][1:] if mode == "advance" and not has_pieces(p) else parts[mode]
 
 
 def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> str | None:

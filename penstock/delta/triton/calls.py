@@ -131,6 +131,16 @@ class InPlace(Call):
 
     p: Advance
 
+    @property
+    def pool(self) -> tuple[str, tuple[int, ...]]:
+        """The name and strides of the pool, which is the initial and the final state."""
+        return "state", self.p.state.stride()
+
+    @property
+    def rows(self) -> str:
+        """The name of the rows that sequences update, or nothing."""
+        return "slots" if self.p.slots is not None else ""
+
 
 @dataclass(frozen=True, eq=False)
 class Forward(Call):

@@ -624,7 +624,6 @@ _LANGUAGE.to_linear_layout = lambda layout, shape: None
 _LANGUAGE.dot = lambda a, b, acc=0.0, **_: Value(raw(a).float() @ raw(b).float() + raw(acc))
 _LANGUAGE.range = lambda *bounds, **_: range(*map(int, bounds))
 _LANGUAGE.trans = lambda x: Value(raw(x).mT)
-_LANGUAGE.debug_barrier = lambda: None
 _LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum(axis).flip(axis) if reverse else raw(x).cumsum(axis))
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
@@ -637,16 +636,6 @@ _SPECIAL = {
     "tma": SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 _made: dict[int, Any] = {}
-
-
-class _Functions:
-    """A module whose functions are emulated."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def __getattr__(self, name):
-        return emulated(getattr(self.module, name))
 
 
 def emulated(kernel, replaced=None):
@@ -665,8 +654,6 @@ def emulated(kernel, replaced=None):
             space[name] = _SPECIAL[name]
         elif hasattr(x, "fn") and callable(getattr(x, "fn", None)) and not isinstance(x, type):
             space[name] = emulated(x)
-        elif isinstance(x, types.ModuleType) and x.__name__.startswith("penstock."):
-            space[name] = _Functions(x)
         elif isinstance(x, constexpr):
             space[name] = x.value
         elif name not in space:

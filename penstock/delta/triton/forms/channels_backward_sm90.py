@@ -14,6 +14,7 @@ from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C
 from . import channels_sm90
 from .channels_sm90 import K, add_tiles, add_walk
+from .walks import over_sequences
 
 
 def refuses(call: Backward) -> str | None:
@@ -42,7 +43,7 @@ def _backward(call: Backward) -> Plan:
     if not call.kept:
         add_tiles(plan, call, removals=True)
         if not call.state_alone:
-            add_walk(plan, call, output=False, keep=True)
+            add_walk(plan, call, over_sequences(plan, call, output=False, keep=True))
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, H, *shape, dtype=dtype)

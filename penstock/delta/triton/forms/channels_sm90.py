@@ -9,10 +9,11 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan, Size, chunks
-from ....tokens.gpu_calls import batch, sequences, tokens
+from ....gpu.plan import Plan, chunks
+from ....tokens.gpu_calls import sequences, tokens
 from ..calls import CHANNEL, C, Call, Forward, InPlace
-from .chunks import State, start
+from .chunks import in_place
+from .walks import Walk, over_pieces, over_sequences
 
 K, VALUES = 128, (64, 128)
 """Key channels of a head, and value channels."""
@@ -56,7 +57,7 @@ def keeps(call: Forward) -> bool:
     return call.keep and call.V == K and dense
 
 
-def add_tiles(plan: Plan, call: Call, removals: bool, piece: int = 0, fused: bool = True) -> None:
+def add_tiles(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
     """The memory of the tiles of all chunks, with A_k T only if ``removals``, and the launch that computes them."""
     from ..sm90 import prepare
 
@@ -69,63 +70,45 @@ def add_tiles(plan: Plan, call: Call, removals: bool, piece: int = 0, fused: boo
     plan.launch(
         prepare.penstock_kda_prepare_sm90, call.programs(slots, 1), ("q", "k", "g", q, k, b, a, r, "beta", totals, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2), writes=(q, k, b, a, *[r] * removals, totals), fused=fused,
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2), writes=(q, k, b, a, *[r] * removals, totals), fused=not piece,
         K=K, PACKED=call.packed, W=W, REMOVALS=removals, PIECE=piece,
     )  # fmt: skip
 
 
-def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
-    """The launch that walks over the tiles: ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` if ``keep``."""
-    p, H, V, slots = call.p, call.H, call.V, call.chunks(C)
-    out, final, kept = "v", "v", ("v", "v")  # dummies
-    if output:
-        out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-        final = plan.empty("final_state", sequences, H, K, V)
-    if keep:
-        kept = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype), plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
-    _walk(plan, call, sequences, start(call), out, final, kept, output, keep)
+def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
+    """The launch that walks over the tiles."""
+    from ..sm90 import walk as kernels
 
-
-def _walk(
-    plan: Plan, call: Call, count: Size, initial: State, out: str, final: str, kept: tuple[str, str], output: bool, keep: bool,
-    piece: int = 0, rows: str = "", narrow: bool = False, fused: bool = True,
-) -> None:  # fmt: skip
-    """The launch of a walk over ``count`` sequences, from and to states by name."""
-    from ..sm90 import walk
-
-    V, (first, steps) = call.V, initial
+    V, keep, (first, steps) = call.V, walk.kept is not None, walk.initial
     of_tokens, of_slots, matrices = Tile(C, C), Tile(C, K, 3), Tile(C, C, 3)
     plan.launch(
-        walk.penstock_kda_walk_sm90, call.programs(count, V // C),
-        ("v", "k_read", "solved_keys", "q_read", "weights", "removals" if keep else "weights", out, *kept, "beta", "totals",
-         first or "totals", out, final, "cu_seqlens", rows or "q"),
+        kernels.penstock_kda_walk_sm90, call.programs(walk.number, V // C),
+        ("v", "k_read", "solved_keys", "q_read", "weights", "removals" if keep else "weights", walk.output or "v",
+         *(walk.kept or ("v", "v")), "beta", "totals", first or "totals", walk.output or "v", walk.final or "v", "cu_seqlens",
+         walk.rows or "q"),
         (sequences, tokens, call.H, *call.strides("beta"), *steps), 4,
         (of_tokens, *[of_slots] * 3, *[matrices] * 2, of_tokens, matrices if keep else of_tokens, of_slots if keep else of_tokens),
-        fused=fused, K=K, V=V, BV=C, INITIAL=first is not None, OUTPUT=output, KEEP=keep, PACKED=call.packed, PIECE=piece,
-        ROWS_GIVEN=bool(rows), NARROW=narrow,
+        fused=not walk.piece, K=K, V=V, BV=C, **walk.constants(call),
     )  # fmt: skip
-
-
-def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
-    """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
-    add_tiles(plan, call, False, piece, fused=False)
-    rows, p = "slots" if call.p.slots is not None else "", call.p
-    state, narrow = ("state", p.state.stride()), p.state.element_size() < 4
-    _walk(plan, call, call.with_piece(piece), state, output, "v", ("v", "v"), True, False, piece, rows, narrow, False)
 
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
     plan, keep = Plan(keeps=True), keeps(call)
     add_tiles(plan, call, removals=keep)
-    add_walk(plan, call, output=True, keep=keep)
+    add_walk(plan, call, over_sequences(plan, call, output=True, keep=keep))
     return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk."""
+    add_tiles(plan, call, False, piece)
+    add_walk(plan, call, over_pieces(call, output, piece))
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
 EXAMPLES = (Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
-IN_PLACE = tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "kda_pieces_sm90", _pieces, absent, refuses, unrun, examples=IN_PLACE
+    "kda_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
 )

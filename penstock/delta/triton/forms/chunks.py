@@ -219,9 +219,13 @@ def gradients_of_chunks(plan: Plan, call: Backward) -> None:
 
 def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
-    state = ("state", call.p.state.stride())
     prepared(plan, call, piece, fused=False)
-    walked(plan, call, call.with_piece(piece), state, output, "state", False, piece, "slots" if call.p.slots is not None else "", False)
+    walked(plan, call, call.with_piece(piece), call.pool, output, "state", False, piece, call.rows, False)
+
+
+def in_place(examples: tuple[Example, ...]) -> tuple[Example, ...]:
+    """The same calls as updates of pools that have a row for each sequence."""
+    return tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in examples)
 
 
 SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}
@@ -232,5 +236,5 @@ EXAMPLES += (Example("gated_delta_rule", torch.bfloat16, WIDE), Example("kda", t
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("delta_chunks", forward, refuses=refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("delta_chunks_bwd", backward, refuses=refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "delta_pieces", _pieces, refuses=refuses, examples=tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
+    "delta_pieces", _pieces, refuses=refuses, examples=in_place(EXAMPLES)
 )

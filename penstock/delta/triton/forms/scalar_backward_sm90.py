@@ -13,6 +13,7 @@ from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C
 from . import scalar_sm90
 from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, key_heads, untiled_gradient
+from .walks import over_sequences
 
 
 def refuses(call: Backward) -> str | None:
@@ -37,7 +38,7 @@ def _backward(call: Backward) -> Plan:
     if not call.kept:
         add_prepare(plan, call, removals=True)
         if not call.state_alone:
-            add_walk(plan, call, output=False, keep=True)
+            add_walk(plan, call, over_sequences(plan, call, output=False, keep=True))
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, *shape, dtype=dtype)

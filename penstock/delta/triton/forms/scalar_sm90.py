@@ -9,10 +9,11 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
-from ....gpu.plan import Plan, Size, chunks
-from ....tokens.gpu_calls import batch, sequences, tokens
+from ....gpu.plan import Plan, chunks
+from ....tokens.gpu_calls import sequences, tokens
 from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
-from .chunks import State, start
+from .chunks import in_place
+from .walks import Walk, over_pieces, over_sequences
 
 HEADS = (64, 128)
 """Key and value channels of a head."""
@@ -85,7 +86,7 @@ def keeps(call: Forward) -> bool:
     return call.keep and not call.p.groups and dense
 
 
-def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0, fused: bool = True) -> None:
+def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
     """The memory of B^T, A, read_t and, with ``removals``, A_k T of all chunks, and the launch that computes them."""
     from ..sm90 import scalar_prepare
 
@@ -99,7 +100,7 @@ def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0, fused: b
         scalar_prepare.penstock_gdn_prepare_sm90, call.programs(slots, 1), ("q", "k", b, a, r, g, "beta", reads, "cu_seqlens"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *steps, *call.strides("beta")), 4,
         (*[Tile(C, K)] * 2, Tile(C, K, 3), *[Tile(C, C, 3)] * 2),
-        registers=(168 if removals else 128) if K <= 128 else 0, writes=(b, a, *[r] * removals, reads), fused=fused,
+        registers=(168 if removals else 128) if K <= 128 else 0, writes=(b, a, *[r] * removals, reads), fused=not piece,
         K=K, DECAYS=call.decay != NONE, PACKED=call.packed, REMOVALS=removals, PIECE=piece,
     )  # fmt: skip
 
@@ -110,35 +111,20 @@ def block(call: Call) -> int:
     return call.V if programs >= call.target.multiprocessors else C
 
 
-def add_walk(plan: Plan, call: Call, output: bool, keep: bool) -> None:
-    """The launch that walks over the chunks: ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` if ``keep``."""
-    p, H, K, V, slots = call.p, call.H, call.K, call.V, call.chunks(C)
-    out, final, kept = "v", "reads", ("v", "v")  # dummies
-    if output:
-        out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-        final = plan.empty("final_state", sequences, H, K, V)
-    if keep:
-        kept = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype), plan.empty("chunk_states", slots, H, V, K, dtype=p.q.dtype)
-    _walk(plan, call, sequences, start(call), out, final, kept, output, keep)
-
-
-def _walk(
-    plan: Plan, call: Call, count: Size, initial: State, out: str, final: str, kept: tuple[str, str], output: bool, keep: bool,
-    piece: int = 0, rows: str = "", narrow: bool = False, fused: bool = True,
-) -> None:  # fmt: skip
-    """The launch of a walk over ``count`` sequences, from and to states by name."""
+def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
+    """The launch that walks over the chunks."""
     from ..sm90 import scalar_walk
 
     p, H, K, V, BV = call.p, call.H, call.K, call.V, block(call)
-    first, steps = initial
-    values, kept_tiles = Tile(C, BV), (Tile(C, BV, 3), Tile(BV, K, 3))
+    first, steps = walk.initial
+    values, kept = Tile(C, BV), (Tile(C, BV, 3), Tile(BV, K, 3))
     plan.launch(
-        scalar_walk.penstock_gdn_walk_sm90, call.programs(count, V // BV),
-        ("k", "q", "v", "solved_keys", "weights", out, *kept, "beta", "reads", first or "reads", out, final, "cu_seqlens", rows or "q"),
+        scalar_walk.penstock_gdn_walk_sm90, call.programs(walk.number, V // BV),
+        ("k", "q", "v", "solved_keys", "weights", walk.output or "v", *(walk.kept or ("v", "v")), "beta", "reads", first or "reads",
+         walk.output or "v", walk.final or "reads", "cu_seqlens", walk.rows or "q"),
         (p.scale, sequences, tokens, H, H // key_heads(call), *columns(call), *call.strides("beta"), *steps), BV // 16,
-        (*[Tile(C, K)] * 2, values, Tile(C, K, 3), Tile(C, C, 3), values, *(kept_tiles if keep else (values, values))), fused=fused,
-        K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, INITIAL=first is not None, OUTPUT=output, KEEP=keep, PACKED=call.packed,
-        PIECE=piece, ROWS_GIVEN=bool(rows), NARROW=narrow,
+        (*[Tile(C, K)] * 2, values, Tile(C, K, 3), Tile(C, C, 3), values, *(kept if walk.kept else (values, values))),
+        fused=not walk.piece, K=K, V=V, BV=BV, STAGES=3 if BV == C else 2, **walk.constants(call),
     )  # fmt: skip
 
 
@@ -146,22 +132,19 @@ def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
     plan, keep = Plan(keeps=True), keeps(call)
     add_prepare(plan, call, removals=keep)
-    add_walk(plan, call, output=True, keep=keep)
+    add_walk(plan, call, over_sequences(plan, call, output=True, keep=keep))
     return plan
 
 
 def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
-    """Add the launches for whole pieces, each one chunk. No bit depends on how the kernels are compiled: multiply-adds are not fused."""
-    add_prepare(plan, call, False, piece, fused=False)
-    rows = "slots" if call.p.slots is not None else ""
-    state, narrow = ("state", call.p.state.stride()), call.p.state.element_size() < 4
-    _walk(plan, call, call.with_piece(piece), state, output, "reads", ("v", "v"), True, False, piece, rows, narrow, False)
+    """Add the launches for whole pieces, each one chunk."""
+    add_prepare(plan, call, False, piece)
+    add_walk(plan, call, over_pieces(call, output, piece))
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 4, "G": 2, "J": 2, "K": 128, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 64, "V": 64}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
-IN_PLACE = tuple(one._replace(sizes={**one.sizes, "P": one.sizes["N"]}) for one in EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "gdn_pieces_sm90", _pieces, absent, refuses, unrun, examples=IN_PLACE
+    "gdn_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
 )

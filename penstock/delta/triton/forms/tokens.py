@@ -65,8 +65,7 @@ def _forward(call: Forward) -> Plan:
 
 def _in_place(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     """Add the launch for the tokens after the pieces of ``piece`` tokens. No decays stay pending."""
-    state = ("state", call.p.state.stride())
-    _launch(plan, call, state, output, state, True, False, piece, "slots" if call.p.slots is not None else "")
+    _launch(plan, call, call.pool, output, call.pool, True, False, piece, call.rows)
 
 
 SIZES = {"B": 2, "N": 2, "T": 5, "H": 2, "G": 2, "J": 2, "K": 24, "V": 40}

@@ -15,8 +15,9 @@ from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward
-from .chunks import end, start
+from .chunks import end
 from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
+from .walks import over_sequences
 
 KEYS = (64, 128, 256)
 """Key channels of a head."""
@@ -51,24 +52,18 @@ def add_walk(plan: Plan, call: Call, keep: bool) -> None:
     """The launch that walks over the chunks: ``output`` and ``final_state``, or ``errors`` and ``chunk_states`` if ``keep``."""
     from ..sm90 import wide_walk
 
-    p, H, K, V = call.p, call.H, call.K, call.V
-    out, e, S, final = "v", "v", "v", "reads"  # dummies
-    if keep:
-        e = plan.empty("errors", call.chunks(C), H, C, V, dtype=p.q.dtype)
-        S = plan.empty("chunk_states", call.chunks(C), H, K, V, dtype=p.q.dtype)
-    else:
-        out = plan.empty("output", batch, tokens, H, V, dtype=p.v.dtype)
-        final = plan.empty("final_state", sequences, H, K, V)
-    first, steps = start(call)
+    p, H, K, V, walk = call.p, call.H, call.K, call.V, over_sequences(plan, call, output=not keep, keep=keep, transposed=False)
+    first, steps = walk.initial
+    out, kept = walk.output or "v", (Tile(C, BV, 3), Tile(K, BV, 3))
     g, g_steps = gates(call)
     chunk, values = Tile(C, K), Tile(C, BV)
     plan.launch(
-        wide_walk.penstock_gdn_wide_walk_sm90, call.programs(sequences, V // BV),
-        ("k", "q", "solved_keys", "v", "weights", out, e, S, g, "beta", first or "reads", out, final, "cu_seqlens"),
+        wide_walk.penstock_gdn_wide_walk_sm90, call.programs(walk.number, V // BV),
+        ("k", "q", "solved_keys", "v", "weights", out, *(walk.kept or ("v", "v")), g, "beta", first or "reads", out, walk.final or "reads",
+         "cu_seqlens"),
         (p.scale, sequences, tokens, H, *columns(call), *g_steps, *call.strides("beta"), *steps), 8,
-        (chunk, chunk, Tile(C, K, 3), values, Tile(C, C, 3), values, *([Tile(C, BV, 3), Tile(K, BV, 3)] if keep else [values] * 2)),
-        K=K, V=V, BV=BV, SLOTS=slots(call), DECAYS=call.decay != NONE, INITIAL=first is not None, OUTPUT=not keep, KEEP=keep,
-        PACKED=call.packed,
+        (chunk, chunk, Tile(C, K, 3), values, Tile(C, C, 3), values, *(kept if keep else (values, values))),
+        K=K, V=V, BV=BV, SLOTS=slots(call), DECAYS=call.decay != NONE, INITIAL=first is not None, KEEP=keep, PACKED=call.packed,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Device functions of RWKV-7's kernels with one anchor in a chunk, for Hopper, in Gluon: decays, their sums, and tiles in two parts."""
+"""Device functions of RWKV-7's kernels with one anchor in a chunk, for Hopper, in Gluon: decays and their sums."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from ....gpu.hopper_tiles import exp2
 from ....gpu.tiles import LOG2E
 from ..portable.raw import FASTEST
 from .layouts import C
-
-
-@gluon.jit
-def in_two(x, kind: gl.constexpr):
-    """A tile as the sum of two in bfloat16: 16 significant bits."""
-    most = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
-    return most.to(kind), (x - most).to(kind)
-
-
-@gluon.jit
-def store_in_two(x, high_s, low_s):
-    """Store both parts of a tile."""
-    high, low = in_two(x, high_s.dtype)
-    high_s.store(high)
-    low_s.store(low)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import walk_of_program
+from .programs import places, walk_of_program
 
 
 @gluon.jit
@@ -78,7 +78,7 @@ def penstock_rwkv7_chain_sm90(
     zero = gl.zeros([K, K], gl.float32, wide)
     S = zero
     if INITIAL:
-        S = gl.load(initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+        S = gl.load(places(initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v))).to(gl.float32)
     channel = gl.arange(0, K, line)
     totals += first * K + channel
     step = H.to(gl.int64) * K
@@ -184,7 +184,7 @@ def penstock_rwkv7_chain_bwd_sm90(
     dv = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
     dS = gl.zeros([K, K], gl.float32, wide)
     if FINAL:
-        dS = gl.load(d_final_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+        dS = gl.load(places(d_final_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v))).to(gl.float32)
     channel = gl.arange(0, K, line)
     last = chunks - 1
     totals += first * K + channel

@@ -23,10 +23,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, store_in_two, unknown, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
-from .anchored import gradients_of_gates, logarithms, store_in_two, tokens_through
+from .anchored import gradients_of_gates, logarithms, tokens_through
 from .layouts import C
 
 

@@ -10,8 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import meet
-from .anchored import in_two, store_in_two
+from ....gpu.hopper_tiles import in_two, meet, store_in_two
 from .layouts import ROWS, C
 
 

@@ -23,10 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, store_in_two, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
-from .anchored import logarithms, store_in_two, tokens_through
+from .anchored import logarithms, tokens_through
 from .anchored_inverse import inverse, product_in_two, product_of_parts
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C

@@ -18,10 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, store_in_two, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import LOG2E, chunk_of_slot
-from .anchored import in_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import added, exchanged
@@ -289,10 +288,9 @@ def penstock_kda_prepare_sm90(
     if REMOVALS:
         async_store(r_tiles, [to, 0], removals_s)
     high_s = reinterpret(t_s, kind, [C, C], half)
-    high, low = in_two(t_s.load(mma).to(gl.float32), kind)
-    meet()
-    high_s.store(high)
-    low_s.store(low)
+    T = t_s.load(mma).to(gl.float32)
+    meet()  # T is read
+    store_in_two(T, high_s, low_s)
     fence_async_shared()
     meet()
     for p in gl.static_range(PARTS):

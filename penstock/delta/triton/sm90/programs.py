@@ -69,6 +69,13 @@ def decays_of(g, g_t, c, tokens, layout: gl.constexpr, DECAYS: gl.constexpr):
 
 
 @gluon.jit
+def places(state, n, head, dk, dv, steps):
+    """The addresses of elements of the state of a head in row n."""
+    s_n, s_h, s_k, s_v = steps
+    return state + n * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
+
+
+@gluon.jit
 def row_of_pool(rows, n, chunks, ROWS_GIVEN: gl.constexpr):
     """The row of a pool that sequence n updates, and the number of its chunks: 0 where the row is negative."""
     if ROWS_GIVEN:
@@ -79,9 +86,7 @@ def row_of_pool(rows, n, chunks, ROWS_GIVEN: gl.constexpr):
 @gluon.jit
 def store_in_pool(S, pool, n, head, dk, dv, steps, chunks):
     """Store a state [BV,K] in row n of a pool, if there was a chunk. Addresses are computed again: kept since it was loaded, they spill."""
-    s_n, s_h, s_k, s_v = steps
     zero = unknown(chunks * 0)
     dk += zero
     dv += zero
-    to = pool + n * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
-    gl.store(to, S.to(pool.dtype.element_ty), mask=(dk >= 0) & (dv >= 0) & (chunks > 0))
+    gl.store(places(pool, n, head, dk, dv, steps), S.to(pool.dtype.element_ty), mask=(dk >= 0) & (dv >= 0) & (chunks > 0))

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import nonzero, walk_of_program
+from .programs import nonzero, places, walk_of_program
 
 STAGES = gl.constexpr(2)
 
@@ -88,7 +88,7 @@ def penstock_kda_reverse_sm90(
     dv = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] + vb * C
     dS = gl.zeros([C, K], gl.float32, mma)
     if FINAL:
-        dS = gl.load(d_final_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+        dS = gl.load(places(d_final_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v))).to(gl.float32)
     channel = gl.arange(0, K, line)
     token = gl.arange(0, C, line)
     last = chunks - 1

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_store, in_two, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import chunk_of_slot
 from .layouts import C
@@ -34,18 +34,21 @@ GROUPS = gl.constexpr(2)  # groups of four warps: each has half of the columns o
 
 
 @gluon.jit
+def removed(r_s, rate_s, layout: gl.constexpr, kind: gl.constexpr):
+    """-(A_k T) diag(beta) as left operand, in two parts."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    return in_two(r_s.load(operand).to(gl.float32) * -rate_s.load(gl.SliceLayout(0, operand))[None, :], kind)
+
+
+@gluon.jit
 def store_values(e_s, y_s, r_s, rate_s, dbeta, H, left):
     """U replaces E. Store dbeta. The memory of A_k T is free after it."""
     kind: gl.constexpr = e_s.dtype
     V: gl.constexpr = e_s.shape[1]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, V // GROUPS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     token = gl.arange(0, C, gl.SliceLayout(1, wide))
     rates = rate_s.load(gl.SliceLayout(1, wide))
-    T = r_s.load(operand).to(gl.float32) * -rate_s.load(gl.SliceLayout(0, operand))[None, :]
-    most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
-    high = most.to(kind)
-    low = (T - most).to(kind)
+    high, low = removed(r_s, rate_s, wide, kind)
     W = e_s.load(wide).to(gl.float32)
     W = warpgroup_mma(high, e_s, W)
     W = warpgroup_mma(low, e_s, W)

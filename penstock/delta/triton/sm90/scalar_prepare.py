@@ -18,10 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, meet, reinterpret, store_in_two, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
-from .anchored import in_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 
@@ -135,9 +134,7 @@ def penstock_gdn_prepare_sm90(
         rested = rested * vectors[3].index(0).load(gl.SliceLayout(1, mma))[:, None]
     high_s = reinterpret(N_s, kind, [C, C], half)
     low_s = reinterpret(q_s, kind, [C, C], half)
-    high, low = in_two(rested, kind)
-    high_s.store(high)
-    low_s.store(low)
+    store_in_two(rested, high_s, low_s)
     fence_async_shared()
     meet()
     a_s = reinterpret(t_s, kind, [C, C], half)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import nonzero, vectors_of, walk_of_program
+from .programs import nonzero, places, vectors_of, walk_of_program
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ def penstock_gdn_reverse_sm90(
     dv = gl.arange(0, BV, gl.SliceLayout(1, mma))[:, None] + vb * BV
     dS = gl.zeros([BV, K], gl.float32, mma)
     if FINAL:
-        dS = gl.load(d_final_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v).to(gl.float32)
+        dS = gl.load(places(d_final_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v))).to(gl.float32)
     last = chunks - 1
     beta += b * b_b + row * b_t + head * b_h
     reads += first_chunk * C

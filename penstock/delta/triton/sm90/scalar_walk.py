@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import row_of_pool, store_in_pool, vectors_of, walk_of_program
+from .programs import places, row_of_pool, store_in_pool, vectors_of, walk_of_program
 
 
 @gluon.jit
@@ -95,8 +95,7 @@ def penstock_gdn_walk_sm90(
     S = gl.zeros([BV, K], gl.float32, mma)
     if INITIAL:
         begins = (dk >= 0) & (dv >= 0) & ((chunks > 0) | (PIECE == 0))  # a pool may be empty
-        first_state = initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
-        S = gl.load(first_state, mask=begins, other=0.0).to(gl.float32)
+        S = gl.load(places(initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v)), mask=begins, other=0.0).to(gl.float32)
     beta += b * b_b + row * b_t + head * b_h
     reads += first_chunk * C
     step = H.to(gl.int64) * C

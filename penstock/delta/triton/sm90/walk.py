@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet, reinterpret, zero_rows_from
+from ....gpu.hopper_tiles import async_store, meet, reinterpret, store_in_two, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import row_of_pool, store_in_pool, walk_of_program
+from .programs import places, row_of_pool, store_in_pool, walk_of_program
 
 STAGES = gl.constexpr(2)
 
@@ -48,10 +48,8 @@ def store_chunk(o_tiles, w_tiles, S_tiles, results, place, c, tokens, V: gl.cons
 def split(removals_s, low_s, mma: gl.constexpr):
     """-A_k T as two matrices in bfloat16 whose sum it is, the first in its place."""
     T = -removals_s.load(mma).to(gl.float32)
-    most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
     high_s = reinterpret(removals_s, low_s.dtype, [C, C], low_s.layout)
-    high_s.store(most.to(low_s.dtype))
-    low_s.store((T - most).to(low_s.dtype))
+    store_in_two(T, high_s, low_s)
     return high_s
 
 
@@ -117,8 +115,7 @@ def penstock_kda_walk_sm90(
     S = gl.zeros([BV, K], gl.float32, mma)
     if INITIAL:
         begins = (dk >= 0) & (dv >= 0) & ((chunks > 0) | (PIECE == 0))  # a pool may be empty
-        first_state = initial_state + owner * s_n + head * s_h + dk.to(gl.int64) * s_k + dv.to(gl.int64) * s_v
-        S = gl.load(first_state, mask=begins, other=0.0).to(gl.float32)
+        S = gl.load(places(initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v)), mask=begins, other=0.0).to(gl.float32)
     channel = gl.arange(0, K, line)
     token = gl.arange(0, C, line)
     totals += first_chunk * K + channel

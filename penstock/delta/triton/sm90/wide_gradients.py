@@ -21,18 +21,9 @@ from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import chunk_of_slot
 from .layouts import C
 from .programs import nonzero
-from .scalar_gradients import from_token_on, store_gradient
+from .scalar_gradients import from_token_on, removed, store_gradient
 
 BV = gl.constexpr(64)  # value channels of a block
-
-
-@gluon.jit
-def removed(r_s, rate_s, layout: gl.constexpr, kind: gl.constexpr):
-    """-(A_k T) diag(beta) as left operand, in two parts of 8 bits."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    T = r_s.load(operand).to(gl.float32) * -rate_s.load(gl.SliceLayout(0, operand))[None, :]
-    most = (T.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)  # the bits of a bfloat16 number
-    return most.to(kind), (T - most).to(kind)
 
 
 @gluon.jit

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import barriers, expect
+from ....gpu.ring import expect
 from .layouts import C
-from .programs import decays_of, nonzero, of_tokens, walk_of_program
+from .programs import decays_of, nonzero, of_tokens, places, walk_of_program
 from .wide_ring import begin, expect_next, load_narrow, load_next, wait_wide
 
 
@@ -64,19 +64,15 @@ def penstock_gdn_wide_reverse_sm90(
     narrow = (o_tiles, a_tiles)
     rings = (do_s, a_s)
     narrow_steps = ((tail, -C, value_column), of_b)
-    bars = barriers(SLOTS, 1)
-    narrow_bars = (barriers(2, 1), barriers(2, 1))
     if DECAYS:
         vectors = decay_vectors()
-    fence_async_shared()
-    meet()
     zero = chunks * 0
-    begin(wide, ring, bars, steps, narrow, rings, narrow_bars, narrow_steps, zero, chunks)
+    bars, narrow_bars = begin(wide, ring, steps, narrow, rings, narrow_steps, zero, chunks)
     j = gl.arange(0, K, gl.SliceLayout(1, mma))[:, None]
     y = gl.arange(0, BV, gl.SliceLayout(0, mma))[None, :] + vb * BV
     dS = gl.zeros([K, BV], gl.float32, mma)
     if FINAL:
-        dS = gl.load(d_final_state + owner * s_n + head * s_h + j.to(gl.int64) * s_k + y.to(gl.int64) * s_v).to(gl.float32)
+        dS = gl.load(places(d_final_state, owner, head, j, y, (s_n, s_h, s_k, s_v))).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     beta += b * b_b + row * b_t + head * b_h
     d_values += ((b * T + row) * H + head) * V + vb * BV

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.hopper_tiles import async_load, meet
-from ....gpu.ring import expect, load_tiles
+from ....gpu.ring import barriers, expect, load_tiles
 
 
 @gluon.jit
@@ -56,10 +56,19 @@ def load_narrow(tiles, rings, bars, steps, m, exists):
 
 
 @gluon.jit
-def begin(wide, ring, bars, steps, narrow, rings, narrow_bars, narrow_steps, zero, count):
-    """Start the first loads: as many wide tiles as there are slots, and the narrow tiles of two steps. ``count``: steps."""
+def begin(wide, ring, steps, narrow, rings, narrow_steps, zero, count):
+    """Start the first loads: as many wide tiles as there are slots, and the narrow tiles of two steps. ``count``: steps.
+
+    Returns the barriers, of the wide tiles and of the narrow ones.
+    """
     PER: gl.constexpr = len(wide)
     SLOTS: gl.constexpr = ring.shape[0]
+    bars = barriers(SLOTS, 1)
+    narrow_bars = ()
+    for _ in gl.static_range(len(narrow)):
+        narrow_bars = narrow_bars + (barriers(2, 1),)
+    fence_async_shared()
+    meet()
     for i in gl.static_range(SLOTS):
         expect_wide(wide, ring, bars, zero + i // PER, i % PER, zero + i // PER < count)
     for m in gl.static_range(2):
@@ -69,6 +78,7 @@ def begin(wide, ring, bars, steps, narrow, rings, narrow_bars, narrow_steps, zer
         load_wide(wide, ring, bars, steps, zero + i // PER, i % PER, zero + i // PER < count)
     for m in gl.static_range(2):
         load_narrow(narrow, rings, narrow_bars, narrow_steps, zero + m, zero + m < count)
+    return bars, narrow_bars
 
 
 @gluon.jit

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import barriers, expect
+from ....gpu.ring import expect
 from .layouts import C
-from .programs import decays_of, of_tokens, walk_of_program
+from .programs import decays_of, of_tokens, places, walk_of_program
 from .wide_ring import begin, expect_next, load_narrow, load_next, wait_wide
 
 
@@ -28,13 +28,13 @@ def penstock_gdn_wide_walk_sm90(
     k_tiles, q_tiles, b_tiles, v_tiles, a_tiles, o_tiles, e_tiles, S_tiles, g, beta, initial_state, output, final_state, cu_seqlens,
     scale, N, T, H, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SLOTS: gl.constexpr, DECAYS: gl.constexpr, INITIAL: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """O = A X + scale read o (q S), S <- total o S + (B^T)^T X with X = beta o E, E = V - read o (k S), chunk by chunk.
 
     TMA tiles: k, q [C,K] of tokens [B T,H K], v and output [C,BV] of [B T,H V], B^T [C,K], A [C,C] and E [C,BV] of [slots,H,C,...], S
-    before each chunk [K,BV] of [slots,H,K,V]. Reads g, beta [B,T,H] and the initial state [N,H,K,V] by strides. With OUTPUT writes the
-    output and the final state [N,H,K,V], with KEEP E and the states before chunks. Program (sequence, head, block of BV value channels).
+    before each chunk [K,BV] of [slots,H,K,V]. Reads g, beta [B,T,H] and the initial state [N,H,K,V] by strides. Writes the output and
+    the final state [N,H,K,V] or, with KEEP, E and the states before chunks. Program (sequence, head, block of BV value channels).
     ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
     """
     gl.static_assert(gl.num_warps() == 8)
@@ -57,39 +57,31 @@ def penstock_gdn_wide_walk_sm90(
     of_v = (start, C, value_column)
     of_k = (start, C, h * k_h)
     of_b = (at, H * C, 0)
-    if OUTPUT:
-        wide = (k_tiles, q_tiles, b_tiles)
-        steps = (of_k, (start, C, h * q_h), of_b)
-        a_s = gl.allocate_shared_memory(kind, [2, C, C], half)
-        out_s = gl.allocate_shared_memory(kind, [C, BV], half)
-        narrow = (v_tiles, a_tiles)
-        rings = (v_s, a_s)
-        narrow_steps = (of_v, of_b)
-    else:
+    out_s = gl.allocate_shared_memory(kind, [C, BV], half)  # of E or of the output
+    if KEEP:
         wide = (k_tiles, b_tiles)
         steps = (of_k, of_b)
         narrow = (v_tiles,)
         rings = (v_s,)
         narrow_steps = (of_v,)
+    else:
+        wide = (k_tiles, q_tiles, b_tiles)
+        steps = (of_k, (start, C, h * q_h), of_b)
+        a_s = gl.allocate_shared_memory(kind, [2, C, C], half)
+        narrow = (v_tiles, a_tiles)
+        rings = (v_s, a_s)
+        narrow_steps = (of_v, of_b)
     PER: gl.constexpr = len(wide)
     LAST: gl.constexpr = PER - 1
-    if KEEP:
-        E_s = gl.allocate_shared_memory(kind, [C, BV], half)
-    bars = barriers(SLOTS, 1)
-    narrow_bars = ()
-    for _ in gl.static_range(len(narrow)):
-        narrow_bars = narrow_bars + (barriers(2, 1),)
     if DECAYS:
         vectors = decay_vectors()
-    fence_async_shared()
-    meet()
     zero = chunks * 0
-    begin(wide, ring, bars, steps, narrow, rings, narrow_bars, narrow_steps, zero, chunks)
+    bars, narrow_bars = begin(wide, ring, steps, narrow, rings, narrow_steps, zero, chunks)
     j = gl.arange(0, K, gl.SliceLayout(1, mma))[:, None]
     y = gl.arange(0, BV, gl.SliceLayout(0, mma))[None, :] + vb * BV
     S = gl.zeros([K, BV], gl.float32, mma)
     if INITIAL:
-        S = gl.load(initial_state + owner * s_n + head * s_h + j.to(gl.int64) * s_k + y.to(gl.int64) * s_v).to(gl.float32)
+        S = gl.load(places(initial_state, owner, head, j, y, (s_n, s_h, s_k, s_v))).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     beta += b * b_b + row * b_t + head * b_h
     output += ((b * T + row) * H + head) * V + vb * BV
@@ -119,7 +111,7 @@ def penstock_gdn_wide_walk_sm90(
         Y = gl.zeros([C, BV], gl.float32, mma)
         Y = warpgroup_mma(k_s, S_s, Y, use_acc=False, is_async=True)
         O = gl.zeros([C, BV], gl.float32, mma)
-        if OUTPUT:
+        if not KEEP:
             q_s = wait_wide(ring, bars, c, 1, PER)
             O = warpgroup_mma(q_s, S_s, O, use_acc=False, is_async=True)
         coming = decays_of(g, g_t, c + 1, tokens, line, DECAYS)
@@ -127,25 +119,22 @@ def penstock_gdn_wide_walk_sm90(
         E = v_s.index(c & 1).load(mma).to(gl.float32)
         if DECAYS:
             read = vectors[2].index(c & 1).load(by_token)
-        if OUTPUT:
-            Y = warpgroup_mma_wait(1, [Y])
-        else:
-            Y = warpgroup_mma_wait(0, [Y])
+        Y = warpgroup_mma_wait(0 if KEEP else 1, [Y])
         if DECAYS:
             Y = Y * read[:, None]
         E = E - Y
         if KEEP:
-            E_s.store(E.to(kind))
+            out_s.store(E.to(kind))
         X_s.store((E * rate).to(kind))
         expect_next(wide, ring, bars, c, 0, chunks)
         fence_async_shared()
         meet()  # X is stored, k is free
         load_next(wide, ring, bars, steps, c, 0, chunks)
         if KEEP:
-            async_store(e_tiles, [(first_chunk + c * H).to(gl.int32) * C, vb * BV], E_s)
+            async_store(e_tiles, [(first_chunk + c * H).to(gl.int32) * C, vb * BV], out_s)
         b_s = wait_wide(ring, bars, c, LAST, PER)
         S = warpgroup_mma(b_s.permute((1, 0)), X_s, S, is_async=True)
-        if OUTPUT:
+        if not KEEP:
             O = warpgroup_mma_wait(1, [O])
             O = O * scale
             if DECAYS:
@@ -158,19 +147,19 @@ def penstock_gdn_wide_walk_sm90(
         for n in gl.static_range(1, PER):
             expect_next(wide, ring, bars, c, n, chunks)
         expect(narrow, narrow_bars, c + 2, c + 2 < chunks)
-        if OUTPUT:
+        if not KEEP:
             out_s.store(O.to(kind))
         fence_async_shared()
         meet()  # all tiles of the chunk are free, the output is stored
         for n in gl.static_range(1, PER):
             load_next(wide, ring, bars, steps, c, n, chunks)
         load_narrow(narrow, rings, narrow_bars, narrow_steps, c + 2, c + 2 < chunks)
-        if OUTPUT:
+        if not KEEP:
             if t + C <= tokens:
                 async_store(o_tiles, [start + t, value_column], out_s)
             else:
                 place = output + (t + i[:, None]).to(gl.int64) * (H.to(gl.int64) * V) + column
                 gl.store(place, O.to(kind), mask=(t + i < tokens)[:, None])
-    if OUTPUT:
+    if not KEEP:
         gl.store(final_state + (owner * H + head) * (K * V) + j * V + y, S)
     tma.store_wait(0)
