@@ -109,7 +109,7 @@ class Door:
         await Passage(self, scope, body).run(receive, send)
 
     def abort(self) -> None:
-        """End all requests with an error, and take no new ones."""
+        """End all requests with an error, and take no new ones. Called by the event loop."""
         self.draining = self._closing = True
         for link in self.running:
             link.cancel()
@@ -117,12 +117,16 @@ class Door:
     async def connect(self, talk: bytes | None) -> tuple[Known, Link]:
         """A replica, and a link to it: that of the conversation, unless its slots are taken and others are free. Raises Refused.
 
-        The request is counted before its link is made: others that come meanwhile see its slot taken.
+        The request is counted before its link is made: others that come meanwhile see its slot taken. A link that is made while the
+        server ends is closed: ``abort`` has not seen it.
         """
         for one in ranked(list(self._replicas.values()), talk):
             one.open += 1
             try:
                 link = await asyncio.wait_for(Link.connect(one.address, self._secret), CONNECT_SECONDS)
+                if self._closing:
+                    link.close()
+                    raise shutting_down()
             except BaseException as error:
                 one.open -= 1
                 if not isinstance(error, OSError | asyncio.TimeoutError):

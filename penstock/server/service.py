@@ -168,8 +168,6 @@ class Service:
 
     async def start(self, jobs: Sequence[Job], function: str) -> Generation:
         """Queue the requests of an HTTP request. Raises QueueFull, InvalidArgument or Refused."""
-        if self.closing:
-            raise shutting_down()
         longest, total = max(len(job.tokens) for job in jobs), sum(len(job.tokens) for job in jobs)
         self.check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
         self.check(function, "the tokens of all prompts", self.limits.all_tokens, total, "prompt")
@@ -177,6 +175,8 @@ class Service:
         reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
         await quota.reserve(reserved, sum(job.params.n for job in jobs), function)
         try:
+            if self.closing:  # asked after all waits: abort ends the generations that it sees
+                raise shutting_down()
             generation = Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
             await generation.begin(self.workers if jobs[0].params.constraint is None else self.compilers)
         except BaseException as error:
@@ -196,11 +196,11 @@ class Service:
             raise Refused(400, message, code="answer_too_large")
 
     def abort(self) -> None:
-        """End all requests with an error, and take no new ones."""
+        """End all requests with an error, and take no new ones. Called by the event loop."""
         self.draining = self.closing = True
         for one in (self.workers, self.compilers, self.processes):
             one.end(shutting_down())
-        for generation in list(self.running):
+        for generation in self.running:
             generation.cancel()
 
     def check(self, function: str, name: str, most: int, value: int, param: str = "") -> None:

@@ -14,6 +14,7 @@ from live_server import process, running, save_checkpoint, sent
 
 from penstock.server import connection
 from penstock.server.limits import Limits
+from penstock.server.quotas import Quota
 
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "a", "max_tokens": 5, "ignore_eos": True}
@@ -188,6 +189,22 @@ def test_what_the_end_cuts_gets_an_error(model, monkeypatch, name):
             assert content.startswith(b"HTTP/1.1 503 ") or b"text/event-stream" in content
             one.close()
         goes_on.set()
+
+
+def test_a_request_that_waits_for_its_quota_while_the_server_ends_is_refused(model, monkeypatch):
+    reserve = Quota.reserve
+
+    async def late(*given):
+        await reserve(*given)
+        live.service.abort()
+
+    monkeypatch.setattr(Quota, "reserve", late)
+    with running(model) as live, live.connect() as one:
+        monkeypatch.setattr(live.engine, "submit", None)  # nothing of it may come so far
+        one.sendall(sent(LONG))
+        content = one.recv(2**16)
+        assert content.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"shutting_down"' in content
 
 
 @pytest.mark.parametrize("first", [b"", GET.format("/health").encode(), sent(SHORT)], ids=["new", "after a get", "after a post"])

@@ -79,6 +79,10 @@ class Live:
     def running(self):
         return [one.engine.stats.running for one in self.services.values()]
 
+    def by_loop(self, function):
+        """Let the door's event loop call it."""
+        self.server.servers[0].get_loop().call_soon_threadsafe(function)
+
     def wait(self, reached):
         for _ in range(1000):
             if reached():
@@ -308,9 +312,23 @@ def test_the_end_of_a_whole_answer_is_an_error_that_says_so(live):
     asking = threading.Thread(target=lambda: answers.append(live.post({**LONG, "n": 2})))
     asking.start()
     live.wait(lambda: any(live.running()))
-    live.door.abort()
+    live.by_loop(live.door.abort)
     asking.join()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_request_whose_link_is_made_while_the_server_ends_is_refused(live, monkeypatch):
+    connect = Link.connect
+
+    async def late(address, secret):
+        link = await connect(address, secret)
+        live.door.abort()
+        return link
+
+    monkeypatch.setattr(Link, "connect", late)
+    answer = live.post(LONG)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    live.settles()
 
 
 def test_metrics_are_of_all_replicas(live):

@@ -80,7 +80,7 @@ def test_a_small_request_takes_at_most_three_times_its_steps_alone(model, keys, 
             assert any(one.is_alive() for one in threads)
         found = [small() for _ in range(3)]
         assert live.engine.stats.running >= 7, "the hogs still run"
-        live.service.abort()
+        live.server.servers[0].get_loop().call_soon_threadsafe(live.service.abort)
         for one in threads:
             one.join()
         assert max(steps for steps, _ in found) <= 3 * alone, (alone, found)
