@@ -4,23 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from canonical import Sequences, check, packed, part_of
+from canonical import Sequences, check
 from deltas import NAMES, VARIANTS, Delta, named
-from pools import pool_of
 
 import penstock as ps
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-LENGTHS = (131, 0, 64, 5, 70)
+LENGTHS, SHORT = (131, 0, 64, 5, 70), (67, 0, 64, 3)
 RANDOM = [
     (FLOAT32, FLOAT32, "contiguous", False),
     (FLOAT32, FLOAT16, "gaps", True),
     (BFLOAT16, BFLOAT16, "heads first", False),
     (FLOAT64, FLOAT64, "contiguous", False),
+    (FLOAT16, FLOAT32, "gaps", True),
 ]
 """Dtypes of inputs and pool, the pool's layout, and whether the inputs have gaps."""
 TAKEN = [(impl, one) for impl in NAMES for one in RANDOM if impl != "cpu" or one[0] != FLOAT64]
 OF_RAW = [name for name, row in VARIANTS.items() if row.streams == 1 or row.raw]
+EITHER = [(name, raw) for name in VARIANTS for raw in (False, True) if not raw or name in OF_RAW]
 
 
 @pytest.mark.parametrize(("impl", "options"), TAKEN, ids=str)
@@ -33,21 +34,22 @@ def test_random_calls_equal_each_sequence_alone(variant, impl, options):
     check(Sequences(case, LENGTHS, pool, layout), impl, range(1), batches=impl != "chunkwise")
 
 
-@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize(("impl", "options"), TAKEN, ids=str)
 @pytest.mark.parametrize("variant", OF_RAW)
-def test_raw_inputs_are_cut_at_multiples_of_64(variant, impl):
-    """Without a change of any bit."""
-    case = Delta(variant, B=1, T=150, H=2, K=20, V=12, raw=True, state=False)
-    tensors, whole = case.drawn(), pool_of(4, case, FLOAT32)[0]
-    cut, slots = whole.clone(), torch.tensor([2])
+def test_random_calls_with_raw_inputs_equal_each_sequence_alone(variant, impl, options):
+    dtype, pool, layout, strided = options
+    case = Delta(variant, B=1, T=sum(LENGTHS), H=2, G=1, K=20, V=12, dtype=dtype, strided=strided, raw=True, state=False)
+    check(Sequences(case, LENGTHS, pool, layout), impl, range(1), batches=impl != "chunkwise")
 
-    def run(begin, end, pool):
-        arguments = packed(case, part_of(case, tensors, begin, end))
-        return ps.advance(variant, **named(case, arguments, "q", "g"), state=pool, slots=slots, impl=impl)
 
-    parts = [run(0, 64, cut), run(64, 128, cut), run(128, 150, cut)]
-    assert torch.equal(torch.cat(parts, 1), run(0, 150, whole))
-    assert torch.equal(cut, whole)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize("options", [RANDOM[1], RANDOM[4]], ids=str)
+@pytest.mark.parametrize(("variant", "raw"), EITHER)
+def test_random_calls_of_triton_equal_each_sequence_alone(variant, raw, options):
+    dtype, pool, layout, strided = options
+    gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
+    case = Delta(variant, B=1, T=sum(SHORT), H=2, G=1, K=5, V=7, dtype=dtype, strided=strided, gate=gate, raw=raw, state=False)
+    check(Sequences(case, SHORT, pool, layout), "triton_recurrent", range(1))
 
 
 @pytest.mark.parametrize("impl", NAMES)

@@ -5,21 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import offsets
-from deltas import Delta
+from deltas import Delta, named
 from emulated import gluon
 from hopper_deltas import BUDGET, EMULATED, H200, SMALL
 from pools import check_untouched, pool_of
 
 import penstock as ps
+from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import InPlace
-from penstock.delta.triton.forms import channels_sm90, scalar_sm90
+from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_sm90
 from penstock.gpu.plan import Plan
 from penstock.tokens.pieces import CHUNK
 
 pytestmark = EMULATED
 OF = Delta("gated_delta_rule", B=2, H=2, T=64, K=128, V=128, dtype=torch.bfloat16, others=torch.float32, state=False)
+CASES = {"gated_delta_rule": OF, "delta_rule": replace(OF, variant="delta_rule"), "kda": replace(OF, variant="kda")}
+CASES["rwkv7"] = replace(OF, variant="rwkv7", K=64, V=64, raw=True)
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UPDATES = [
     ("gated_delta_rule", None, None, FLOAT32, "contiguous", "mixture"),
@@ -31,18 +34,29 @@ UPDATES = [
     ("kda", None, (5, -1), FLOAT32, "heads first", "mixture"),
     ("kda", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), BFLOAT16, "gaps", "mixture"),
     ("kda", (5, 1, 63), None, FLOAT32, "contiguous", "gone"),
+    ("rwkv7", None, (5, -1), FLOAT32, "heads first", "raw"),
+    ("rwkv7", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "contiguous", "raw"),
+    ("rwkv7", (5, 64, 70), (-1, 4, 1), BFLOAT16, "gaps", "raw"),
+    ("rwkv7", (5, 1, 63), None, FLOAT32, "contiguous", "raw"),
 ]
-FORMS = {"kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES}
+FORMS = {
+    "kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES, "rwkv7": anchored_sm90.PIECES,
+}  # fmt: skip
+
+
+def checked(case, given):
+    """The problem, with log decays."""
+    function, tensors = f"advance({case.variant!r})", [given.get(name) for name in ADVANCE.names]
+    problem = ADVANCE.checked(function, tensors, (None, *case.flags.values()))
+    return canonical(problem, computed(problem, False)) if case.raw else problem
 
 
 def problem_and_pool(variant, lengths, slots, pool, layout, gate):
-    case = replace(OF, variant=variant, lengths=lengths, gate=gate)
-    tensors, rows = case.tensors(), 6 if slots else 2
+    case = replace(CASES[variant], lengths=lengths, gate=gate)
+    tensors, rows = case.tensors(), 6 if slots else case.sizes["N"]
     state, memory = pool_of(rows, case, pool, layout)
     given = tensors | {"cu_seqlens": offsets(case), "slots": None if slots is None else torch.tensor(slots), "state": state}
-    options = (None, *case.flags.values())
-    problem = ADVANCE.checked(f"advance({variant!r})", [given.get(name) for name in ADVANCE.names], options)
-    return tensors, given, problem, memory
+    return case, tensors, given, checked(case, given), memory
 
 
 def run(given, problem, target=H200, seed=0):
@@ -52,18 +66,19 @@ def run(given, problem, target=H200, seed=0):
     assert form.refusal(call) is None
     output = made.empty("output", *problem.v.shape, dtype=problem.v.dtype)
     form.plan(made, call, output, CHUNK)
-    tensors = {name: problem.q if x is None else x for name, x in given.items()} | {"q": problem.q, "k": problem.k}
+    tensors = {name: problem.q if x is None else x for name, x in given.items()}
+    tensors |= {name: x for name in ("q", "k", "g") if (x := getattr(problem, name)) is not None}
     return gluon.run(made, tensors, problem.sizes, seed)["output"]
 
 
 @pytest.mark.parametrize(("variant", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
 def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate):
     """Other rows of the pool and tokens after the pieces are not touched."""
-    tensors, given, problem, memory = problem_and_pool(variant, lengths, slots, pool, layout, gate)
+    case, tensors, given, problem, memory = problem_and_pool(variant, lengths, slots, pool, layout, gate)
     state = given["state"]
     wanted, before, touched = state.double().clone(), memory.clone(), torch.zeros(len(state), dtype=torch.bool)
     output = run(given, problem)
-    spans = [(n, 0, 64) for n in range(2)] if lengths is None else [(0, *span) for span in problem.spans()]
+    spans = [(n, 0, 64) for n in range(case.B)] if lengths is None else [(0, *span) for span in problem.spans()]
     for n, (row, begin, end) in enumerate(spans):
         slot, end = n if slots is None else slots[n], begin + (end - begin) // 64 * 64
         if slot < 0 or begin == end:
@@ -71,7 +86,7 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
         touched[slot] = True
         part = {name: x[row : row + 1, begin:end].double() for name, x in tensors.items() if x is not None and x.dim() > 2}
         one = wanted[slot : slot + 1].clone()
-        expected = ps.advance(variant, **part, state=one, impl="reference")
+        expected = ps.advance(variant, **named(case, part, "q", "g"), state=one, impl="reference")
         wanted[slot] = one[0]
         assert (output[row, begin:end].double() - expected[0]).norm() <= BUDGET * expected.norm()
     if touched.any():
@@ -82,8 +97,8 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
 @pytest.mark.parametrize("variant", FORMS)
 def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
     """One sequence of three pieces: alone, cut, and between others, whose programs have other value channels."""
-    case = replace(OF, variant=variant, B=1, T=192, gate="mixture")
-    tensors = case.tensors()
+    case = replace(CASES[variant], B=1, T=192, gate="mixture")
+    tensors, D = case.tensors(), case.K
 
     def advanced(parts, state, target):
         outputs = []
@@ -93,15 +108,12 @@ def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
             ends = torch.tensor([0, *(b - a for a, b in pieces)]).cumsum(0)
             rows = [*range(1, beside + 1), 0, *[-1] * beside]
             given |= {"cu_seqlens": ends, "slots": torch.tensor(rows), "state": state}
-            problem = ADVANCE.checked(
-                f"advance({case.variant!r})", [given.get(name) for name in ADVANCE.names], (None, *case.flags.values())
-            )
             first = beside * 64
-            outputs.append(run(given, problem, target, seed=beside)[:, first : first + end - begin])
+            outputs.append(run(given, checked(case, given), target, seed=beside)[:, first : first + end - begin])
         return torch.cat(outputs, 1), state[0]
 
     def pool():
-        return torch.linspace(-1, 1, 4 * 2 * 128 * 128).view(4, 2, 128, 128).sin()
+        return torch.linspace(-1, 1, 4 * 2 * D * D).view(4, 2, D, D).sin()
 
     whole, last = advanced([(0, 192, 0)], pool(), H200)
     for parts, target in (([(0, 64, 0), (64, 192, 0)], H200), ([(0, 128, 2), (128, 192, 1)], SMALL)):
@@ -113,16 +125,14 @@ def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
 @pytest.mark.parametrize("variant", FORMS)
 def test_a_pool_without_rows_is_not_read(variant):
     """All slots are negative."""
-    _, given, _, _ = problem_and_pool(variant, (64, 70), (-1, -2), FLOAT32, "contiguous", "mixture")
+    case, _, given, _, _ = problem_and_pool(variant, (64, 70), (-1, -2), FLOAT32, "contiguous", "mixture")
     given["state"] = given["state"][:0]
-    names = [given.get(name) for name in ADVANCE.names]
-    empty = ADVANCE.checked(f"advance({variant!r})", names, (None, *replace(OF, variant=variant).flags.values()))
-    run(given, empty)
+    run(given, checked(case, given))
 
 
-@pytest.mark.parametrize("update", [UPDATES[2], UPDATES[-2]], ids=["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("update", [UPDATES[2], UPDATES[7], UPDATES[10]], ids=["gated_delta_rule", "kda", "rwkv7"])
 def test_is_taken_where_it_is_named(update):
-    _, _, problem, _ = problem_and_pool(*update)
+    _, _, _, problem, _ = problem_and_pool(*update)
     name = FORMS[update[0]].name
     assert plan.advance_plan(problem, H200._replace(forms=frozenset([name]))).forms[0] == name
     assert plan.advance_plan(problem, H200).forms[0] == "delta_pieces"

@@ -157,21 +157,23 @@ RANDOM = [
 
 
 @pytest.mark.parametrize(("pool", "layout", "strided"), [(FLOAT32, "contiguous", True), (BFLOAT16, "gaps", False)], ids=str)
-@pytest.mark.parametrize("variant", ["delta_rule", "gated_delta_rule", "kda"])
-def test_random_calls_by_kernels_of_pieces_for_hopper(variant, pool, layout, strided):
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("variant", "D"), [("delta_rule", 128), ("gated_delta_rule", 128), ("kda", 128), ("rwkv7", 64)])
+def test_random_calls_by_kernels_of_pieces_for_hopper(variant, D, raw, pool, layout, strided):
     """Where they are avoided, too."""
     gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
-    case = case_of(variant, sum(LENGTHS), B=1, K=128, V=128, dtype=BFLOAT16, gate=gate, strided=strided, state=False)
-    with trying({}, "gdn_pieces_sm90", "kda_pieces_sm90"):
+    case = case_of(variant, sum(LENGTHS), B=1, K=D, V=D, dtype=BFLOAT16, gate=gate, raw=raw, strided=strided, state=False)
+    with trying({}, "gdn_pieces_sm90", "kda_pieces_sm90", "rwkv7_pieces_sm90"):
         check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
 
 
 @pytest.mark.parametrize(("dtype", "pool", "layout", "strided", "K"), RANDOM, ids=str)
+@pytest.mark.parametrize("raw", [False, True])
 @every_variant
-def test_random_calls_equal_each_sequence_alone(variant, dtype, pool, layout, strided, K):
+def test_random_calls_equal_each_sequence_alone(variant, raw, dtype, pool, layout, strided, K):
     """Random cuts, rows, orders and slots, decode steps among them: every bit."""
     gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
-    case = case_of(variant, sum(LENGTHS), B=1, K=K, V=64, dtype=dtype, gate=gate, strided=strided, state=False)
+    case = case_of(variant, sum(LENGTHS), B=1, K=K, V=64, dtype=dtype, gate=gate, raw=raw, strided=strided, state=False)
     check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
 
 

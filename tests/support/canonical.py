@@ -1,11 +1,13 @@
 """Updates in place of random parts of sequences, in random calls: every bit equals that of each sequence alone in one call."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from cases import Case
+from deltas import Delta, named
 from pools import pool_of
 from torch import Tensor
 
@@ -62,6 +64,11 @@ class Sequences:
             ends.append(ends[-1] + length)
         return list(pairwise(ends))
 
+    def call(self, function: Callable[..., Tensor], arguments: Tensors, **options: object) -> Tensor:
+        """``ps.advance`` or ``ps.decode_step``."""
+        given = named(self.case, arguments, "q", "g") if isinstance(self.case, Delta) else arguments
+        return function(self.case.variant, **given, **options)
+
     def tensors(self) -> Tensors:
         return {name: None if x is None else x.to(self.device) for name, x in self.case.drawn().items()}
 
@@ -91,7 +98,7 @@ def alone(s: Sequences, impl: str) -> tuple[list[Tensor], Tensor]:
         arguments = packed(s.case, part_of(s.case, tensors, begin, end))
         arguments["cu_seqlens"] = arguments["cu_seqlens"].to(s.device)
         slots = torch.tensor([row], device=s.device)
-        outputs.append(ps.advance(s.case.variant, **arguments, state=state, slots=slots, impl=impl))
+        outputs.append(s.call(ps.advance, arguments, state=state, slots=slots, impl=impl))
     return outputs, state
 
 
@@ -120,7 +127,7 @@ def together(s: Sequences, impl: str, seed: int, batches: bool = True) -> tuple[
         slots = torch.tensor(rows, device=s.device, dtype=kinds)
         if chance.random() < 0.5:
             slots = slots.repeat_interleave(2)[::2]
-        found = function(case.variant, **arguments, state=state, slots=slots, impl=impl)
+        found = s.call(function, arguments, state=state, slots=slots, impl=impl)
         lengths = [end - begin for begin, end in spans]
         for row, output in zip(rows, found.split(lengths, 1) if function is ps.advance else found.split(1)):
             if 0 <= row < others:

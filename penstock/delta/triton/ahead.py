@@ -162,7 +162,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("kda", Shape(*PROMPT, 16, 100, 100), passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 8, 256, 256), passes=WHOLE),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64)),
-    Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *WHOLE), raw=True),
+    Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *CANONICAL), raw=True),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float32", passes=WHOLE),
     Configuration("dplr", Shape(*PROMPT, 32, 64, 64), passes=WHOLE),
 )

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ....call.implementation import Example
-from ....gpu.forms import Form
+from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
-from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import Backward, C, Call, Forward
-from .chunks import end, gradient, start
+from ....tokens.gpu_calls import sequences, tokens
+from ..calls import Backward, C, Call, Forward, InPlace
+from .chunks import end, gradient, in_place, start
+from .walks import Walk, over_pieces, over_sequences
 
 WARPS = 8
 """Of the gradients."""
@@ -56,7 +57,7 @@ def gate(call: Call) -> str:
     return "g" if call.p.raw is None else "raw"
 
 
-def _steps(plan: Plan, call: Call) -> str:
+def _steps(plan: Plan, call: Call, piece: int = 0) -> str:
     """Add the memory of M, Q, W and decays of all chunks, and the launch that computes them. The name of Y or, for gradients, of T - I."""
     from ..sm90 import anchored_steps
 
@@ -69,31 +70,39 @@ def _steps(plan: Plan, call: Call) -> str:
         anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
         ("q", "a", "k", "b", "v", step, read, write, more, gate(call), total, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
-        writes=(step, read, write, more, total), K=K, PACKED=call.packed, SOLVED=solved, RAW=call.p.raw is not None,
+        writes=(step, read, write, more, total), fused=not piece,
+        K=K, PACKED=call.packed, SOLVED=solved, RAW=call.p.raw is not None, PIECE=piece,
     )  # fmt: skip
     return more
 
 
-def _chain(plan: Plan, call: Call, own: str, made: str, tile: Tile, final: str) -> None:
-    """Add the launch of the states of all chunks: ``made`` is the output or, without ``own``, the states before chunks."""
+def _chain(plan: Plan, call: Call, own: str, walk: Walk) -> None:
+    """Add the launch of the states of all chunks: outputs by Y, which is ``own``, or the states before chunks are kept."""
     from ..sm90 import anchored_chain
 
-    first, steps = start(call)
+    first, steps = walk.initial
+    made, tile = (walk.kept[1], Tile(C, C, 3)) if walk.kept else (walk.output, Tile(C, C))
+    assert made is not None
     plan.launch(
-        anchored_chain.penstock_rwkv7_chain_sm90, call.programs(sequences, 1),
-        ("step", "write", "read", own or "read", made, "total", first or "total", made, final or "total", "cu_seqlens"),
-        (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile),
-        K=C, INITIAL=first is not None, OUTPUT=own != "", PACKED=call.packed, STAGES=stages(call, own != ""),
+        anchored_chain.penstock_rwkv7_chain_sm90, call.programs(walk.number, 1),
+        ("step", "write", "read", own, made, "total", first or "total", made, walk.final or "total", "cu_seqlens", walk.rows or "step"),
+        (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile), fused=not walk.piece,
+        K=C, STAGES=stages(call, walk.output is not None), **walk.constants(call),
     )  # fmt: skip
 
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``."""
-    plan, H, K = Plan(keeps=True), call.H, call.K
+    plan = Plan(keeps=True)
     own = _steps(plan, call)
-    output = plan.empty("output", batch, tokens, H, K, dtype=call.p.v.dtype)
-    _chain(plan, call, own, output, Tile(C, K), plan.empty("final_state", sequences, H, K, K))
+    _chain(plan, call, own, over_sequences(plan, call, output=True, keep=False))
     return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk."""
+    own = _steps(plan, call, piece)
+    _chain(plan, call, own, over_pieces(call, output, piece))
 
 
 def _backward(call: Backward) -> Plan:
@@ -104,7 +113,8 @@ def _backward(call: Backward) -> Plan:
     solved = _steps(plan, call)
     token, slot = Tile(C, K), Tile(C, K, 3)
     if not call.state_alone:
-        _chain(plan, call, "", plan.empty("chunk_states", slots, H, K, K, dtype=call.tile), slot, "")
+        states = plan.empty("chunk_states", slots, H, K, K, dtype=call.tile)
+        _chain(plan, call, "read", Walk(sequences, start(call), kept=("", states)))
     last, steps = end(call)
     dS = plan.empty("d_chunk_states", slots, H, K, K, dtype=call.tile)
     d_initial = plan.empty("d_initial_state", sequences, H, K, K)
@@ -134,4 +144,7 @@ EXAMPLES = (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_sm90", _forward, absent, refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
     "rwkv7_bwd_sm90", _backward, absent, lambda call: refuses(call, d_output=call.d_output), examples=EXAMPLES
+)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "rwkv7_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
 )

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
-from .programs import places, walk_of_program
+from .programs import places, row_of_pool, store_in_pool, walk_of_program
 
 
 @gluon.jit
@@ -38,23 +38,28 @@ def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_sm90(
-    step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
+    step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, rows, N, T, H,
+    s_n, s_h, s_k, s_v, K: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, KEEP: gl.constexpr,
+    PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """O = Q S + Y, S <- total o S + M S + W, chunk by chunk.
 
-    TMA tiles [C,K]: M, Q and Y of [slots,H,C,K], W of [slots,H,2 C,K]; with OUTPUT the output of tokens [B T,H K], else the states before
-    chunks of [slots,H,K,V]: V is K. Reads the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes the output
-    [B,T,H,V] and the final state [N,H,K,V], else the states before chunks. Program (sequence, head).
+    TMA tiles [C,K]: M, Q and Y of [slots,H,C,K], W of [slots,H,2 C,K]; with OUTPUT the output of tokens [B T,H K], with KEEP the states
+    before chunks of [slots,H,K,V]: V is K. Reads the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes the output
+    [B,T,H,V] and the final state [N,H,K,V], with KEEP the states before chunks. Program (sequence, head). PIECE, ROWS_GIVEN, NARROW: see
+    ``scalar_walk.py``.
     """
     gl.static_assert(K == C)
+    gl.static_assert(OUTPUT != KEEP)
     kind: gl.constexpr = made_tiles.dtype
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    owner, h, _, b, row, tokens, chunks, first = walk_of_program(cu_seqlens, N, T, H, 1, PACKED)
+    owner, h, _, b, row, tokens, chunks, first = walk_of_program(cu_seqlens, N, T, H, 1, PACKED, PIECE)
+    if PIECE > 0:
+        owner, chunks = row_of_pool(rows, owner, chunks, ROWS_GIVEN)
     head = h.to(gl.int64)
     tiles = (step_tiles, write_tiles, write_tiles)
     if OUTPUT:
@@ -78,7 +83,8 @@ def penstock_rwkv7_chain_sm90(
     zero = gl.zeros([K, K], gl.float32, wide)
     S = zero
     if INITIAL:
-        S = gl.load(places(initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v))).to(gl.float32)
+        begins = (dk >= 0) & (dv >= 0) & ((chunks > 0) | (PIECE == 0))  # a pool may be empty
+        S = gl.load(places(initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v)), mask=begins, other=0.0).to(gl.float32)
     channel = gl.arange(0, K, line)
     totals += first * K + channel
     step = H.to(gl.int64) * K
@@ -112,10 +118,12 @@ def penstock_rwkv7_chain_sm90(
         written += rings[2].index(s).permute((1, 0)).load(wide).to(gl.float32)
         S = S * total_s.index(c & 1).load(gl.SliceLayout(0, wide))[None, :] + written
         total_s.index((c + 1) & 1).store(coming)
-        if not OUTPUT:
+        if KEEP:
             made_s.index(c & 1).permute((1, 0)).store(rounded)
         moved, O, L = warpgroup_mma_wait(0, [moved, O, L])
         S = S + moved
+        if NARROW:
+            S = S.to(initial_state.dtype.element_ty).to(gl.float32)
         if OUTPUT:
             mbarrier.wait(bars[4].index(s), phase)
             O = (O + rings[4].index(s).permute((1, 0)).load(wide).to(gl.float32)).to(kind)
@@ -128,7 +136,10 @@ def penstock_rwkv7_chain_sm90(
         if chunks * C == tokens:
             if chunks > 0:
                 store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
-        gl.store(final_state + (owner * H + head) * (K * K) + dk * K + dv, S)
+        if PIECE > 0:
+            store_in_pool(S, initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v), chunks)
+        else:
+            gl.store(final_state + (owner * H + head) * (K * K) + dk * K + dv, S)
     elif chunks > 0:
         store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
     tma.store_wait(0)

@@ -135,13 +135,14 @@ def store_pairs(tiles, wide: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_steps_sm90(
     q_tiles, a_tiles, k_tiles, b_tiles, v_tiles, step_tiles, read_tiles, write_tiles, more_tiles, g, total, cu_seqlens, scale, N, T, H,
-    g_b, g_t, g_h, g_k, K: gl.constexpr, PACKED: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr,
+    g_b, g_t, g_h, g_k, K: gl.constexpr, PACKED: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """Q = Xq + Ap Xa, Y = Ap X + Aq_k V, M = Bt^T Xa, W = Bt^T X + Kr^T V with X = Aa_k V, of every chunk.
 
     TMA tiles: q, k, a, b, v [C,K] of [B T,H K]: V is K; M and Q [C,K] of [slots,H,C,K], both parts of W of [slots,H,2 C,K]; Y of
     [slots,H,C,K] or, with SOLVED, both parts of T - I of [slots,H,2 C,C]. Reads g [B,T,H,K] by strides, with RAW raw gates. Writes also
     exp2 of the chunk's sum of g (``total``) [slots,H,K]. Program (slot of a chunk, head). Rows of tokens that do not exist are 0.
+    PIECE: only chunks of C tokens are processed.
     """
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     gl.static_assert(K == C)
@@ -155,6 +156,9 @@ def penstock_rwkv7_steps_sm90(
     batch, begin, left = chunk_of_slot(slot, cu_seqlens, N, T, C, PACKED)
     if left <= 0:
         return
+    if PIECE > 0:
+        if left < C:
+            return
     row = (batch * T + begin).to(gl.int32)
     place = slot.to(gl.int64) * H + h
     tiles = tiles_of(8, kind, half)
