@@ -112,16 +112,18 @@ class PagePool:
         return len(ids) * PAGE
 
     def begin(self, slot: int, given: SharedPages | Tensor, tokens: int) -> None:
-        """Give a slot without pages those of its first ``tokens`` tokens: by reference, except for a last one in part, or as a copy."""
-        total = pages_of(tokens)
+        """Give a slot without pages those of its first ``tokens`` tokens: by reference, except for a last one in part, or as a copy.
+
+        Those before the given ones were freed.
+        """
+        total, partly = pages_of(tokens), tokens % PAGE > 0
         if isinstance(given, SharedPages):
-            whole = tokens // PAGE
-            ids = given.ids[:whole]
-            self.refer(ids, 1)
-            self._extend(slot, ids)
-            if whole < total:
+            full = given.ids[:-1] if partly else given.ids
+            self.refer(full, 1)
+            self._extend(slot, [0] * (total - len(given.ids)) + [*full])
+            if partly:
                 (page,) = self._taken(1)
-                self.memory[page] = self.memory[given.ids[whole]]
+                self.memory[page] = self.memory[given.ids[-1]]
                 self._extend(slot, (page,))
         else:
             self._extend(slot, [0] * (total - len(given)) + self._written(given))
@@ -152,9 +154,8 @@ class PagePool:
         self.refer(ids, -1)
 
     def share(self, slot: int, tokens: int) -> SharedPages:
-        """References to the pages of the first ``tokens`` tokens of a slot."""
-        before = self._before(tokens)
-        return SharedPages(self, [0] * before + self._slots[slot][before : pages_of(tokens)])
+        """References to the pages of the first ``tokens`` tokens of a slot that later tokens attend to."""
+        return SharedPages(self, self._slots[slot][self._before(tokens) : pages_of(tokens)])
 
     def copy_out(self, slot: int, tokens: int) -> Tensor:
         """A copy of these pages, without those that were freed: int64 [n,W]."""

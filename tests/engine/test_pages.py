@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ATTENDING, model_of
+from whole_texts import check_logprobs
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.pages import SharedPages
@@ -124,14 +125,15 @@ def test_prefixes_come_back_from_the_host(name):
     """If there are too few pages for one, it is computed again."""
     model = model_of(name)
     engine = Engine(model, slots=2, token_budget=512, pages=6, max_length=384, cache_bytes=2**20, host_cache_bytes=2**22)
-    prompts = [[n, *PROMPT[:140]] for n in range(4)]
+    prompts, params = [[n, *PROMPT[:140]] for n in range(4)], greedy(4, logprobs=1)
     first = [engine.generate([prompt], greedy(4))[0].tokens for prompt in prompts]
     engine.generate([[*PROMPT, *PROMPT]], greedy(30))  # needs all pages
     assert any(entry.on_host for entry in engine._cache._entries)
     assert engine.stats.cache_entries >= 4
     for prompt, tokens in zip(prompts, first):
-        (found,) = engine.generate([prompt], greedy(4))
+        (found,) = engine.generate([prompt], params)
         assert (found.tokens, found.cached_tokens) == (tokens, 128)
+        check_logprobs(model, prompt, params, found)
         engine.check_integrity()
     long = engine.submit([*PROMPT, *PROMPT[:100]], greedy(60))
     for _ in range(5):
@@ -263,27 +265,29 @@ def test_layers_with_and_without_windows_keep_all_pages():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["hybrid_of_deltas", "hybrid_window", "rwkv7b"])
+@pytest.mark.parametrize("name", ATTENDING)
 def test_many_requests_leave_no_page_behind(name, overlap):
-    """Random requests, cancelled, forked, preempted and continued, in few pages."""
-    rng = random.Random(name)
+    """Random requests, cancelled, forked, preempted and continued, in few pages. Each result is that of the whole text."""
+    rng, model = random.Random(name), model_of(name)
     engine = Engine(
-        model_of(name), slots=5, token_budget=5 + 128, prompt_budget=128, pages=9, max_length=300, keep_every=64, overlap=overlap,
+        model, slots=5, token_budget=5 + 128, prompt_budget=128, pages=9, max_length=300, keep_every=64, overlap=overlap,
         cache_bytes=2**16, host_cache_bytes=2**17,
     )  # fmt: skip
-    stems, open_requests, states, done = [PROMPT[n:] for n in (0, 3)], [], [], 0
+    stems, open_requests, texts, states, done = [PROMPT[n:] for n in (0, 3)], [], {}, [], 0
     while done < 60:
         if len(open_requests) < 12 and rng.random() < 0.4:
             state = rng.choice(states) if states and rng.random() < 0.3 else None
             prompt = [*rng.choice(stems)[: rng.choice([1, 64, 100, 140])], rng.randrange(13)]
-            known = 0 if state is None else len(state.tokens)
-            prompt = prompt[: max(1, 200 - known)]
-            count = rng.randrange(0, min(100, 300 - known - len(prompt)))
+            known = () if state is None else state.tokens
+            prompt = prompt[: max(1, 200 - len(known))]
+            count = rng.randrange(0, min(100, 300 - len(known) - len(prompt)))
             params = SamplingParams(
-                max_tokens=count, n=rng.choice([1, 1, 3]), seed=rng.getrandbits(20), keep_state=rng.random() < 0.2 and known < 150
-            )
+                max_tokens=count, n=rng.choice([1, 1, 3]), seed=rng.getrandbits(20), keep_state=rng.random() < 0.2 and len(known) < 150,
+                logprobs=1,
+            )  # fmt: skip
             share = rng.choice("ab"), rng.choice("cd")
             open_requests.append(engine.submit(prompt, params, state=state, priority=rng.randrange(2), share=share))
+            texts[open_requests[-1]] = [*known, *prompt], params
         if open_requests and rng.random() < 0.05:
             engine.cancel(rng.choice(open_requests))
         engine.step()
@@ -292,6 +296,7 @@ def test_many_requests_leave_no_page_behind(name, overlap):
             open_requests.remove(request)
             done += 1
             assert request.result.error is None
+            check_logprobs(model, *texts.pop(request), request.result)
             states += [one.state for one in request.result.completions if one.state is not None and len(one.state.tokens) < 150]
     for request in open_requests:
         engine.cancel(request)
