@@ -6,7 +6,8 @@ What it replaces are functions that a model's modelling module calls by name:
 - Mamba-2 of transformers 5, and the hybrids that have the same functions (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2):
   ``mamba2_chunk_scan``, ``mamba2_selective_state_update``, and ``mamba2_split_conv1d_scan_combined``, the fused form for training without a
   cache, which then gives way to the former
-- the delta rule of Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi Linear: see ``transformers_delta``
+- the delta rule of Qwen3-Next, Qwen3.5, Qwen4, OLMo-Hybrid, Kimi Linear, Ling and GLM-5: see ``transformers_delta``
+- in modules with one of these, ``causal_conv1d_fn``, which keeps packed sequences apart: see ``transformers_packed``
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -23,7 +25,7 @@ from torch.nn import functional as F
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError, described
 from ..recurrence.functional import decode_step, simple_gla
 from ..tokens.dtypes import state_dtype
-from . import transformers_delta
+from . import transformers_delta, transformers_packed
 from .flash_rwkv import raw_decay
 from .replacement import Place, Replacement
 
@@ -38,7 +40,8 @@ def accelerate(model: nn.Module) -> Replacement:
     Outputs of the recurrence have the dtype of its inputs, as those of CUDA kernels do; the replaced Python code returns float32.
 
     model : torch.nn.Module
-        A model of transformers, or of Hugging Face's remote code: Mamba-2, Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, RWKV-5, RWKV-6.
+        A model of transformers, or of Hugging Face's remote code: Mamba-2, Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, Ling, GLM-5,
+        RWKV-5, RWKV-6.
 
     Raises RangeError where a model has none of these functions, and ImplementationRefused where one has other parameters than are known. ::
 
@@ -51,7 +54,7 @@ def accelerate(model: nn.Module) -> Replacement:
         complaints.add(DtypeError, "model", "a torch.nn.Module", described(model))
         complaints.raise_any()
     modules = {name: sys.modules[name] for name in sorted({type(part).__module__ for part in model.modules()}) if name in sys.modules}
-    places = [Place(module, name, ours) for module in modules.values() for name, ours in _REPLACED.items() if hasattr(module, name)]
+    places = [place for module in modules.values() for place in _places(module)]
     if not places:
         complaints = Complaints("accelerate")
         rule = f"of a modelling module with one of {', '.join(_REPLACED)}"
@@ -61,6 +64,15 @@ def accelerate(model: nn.Module) -> Replacement:
     for place in places:
         _check_parameters(place)
     return Replacement(lambda: places)
+
+
+def _places(module: ModuleType) -> list[Place]:
+    """The recurrences of a modelling module and, if there are any, the convolution before them."""
+    found = [Place(module, name, ours) for name, ours in _REPLACED.items() if hasattr(module, name)]
+    convolution = transformers_packed.causal_conv1d_fn
+    if found and hasattr(module, convolution.__name__):
+        found.append(Place(module, convolution.__name__, convolution))
+    return found
 
 
 def _check_parameters(place: Place) -> None:
@@ -121,12 +133,15 @@ def _mamba2_chunk_scan(
     """Hidden states [B,T,H,V], dt [B,T,H], A and D [H], B and C [B,T,G,K], states [B,H,V,K]; chunk_size is theirs."""
     _check_others("mamba2_chunk_scan", others)
     x, heads = hidden_states, hidden_states.shape[2]
+    cached = initial_states is not None or return_final_states
+    ends = transformers_packed.offsets("mamba2_chunk_scan", x.shape[0], x.shape[1], others, cached=cached)
     dt = _time_step(dt, dt_bias, dt_softplus)
     if not (dt_softplus and tuple(dt_limit) == (0.0, float("inf"))):
         dt = dt.clamp(*dt_limit)
     output, state = simple_gla(
         _per_head(C, heads), _per_head(B, heads), (x * dt[..., None]).to(x.dtype), A.float() * dt.float(), scale=1.0,
         initial_state=None if initial_states is None else initial_states.transpose(-1, -2), output_final_state=return_final_states,
+        cu_seqlens=ends,
     )  # fmt: skip
     if D is not None:
         output = (output + D[:, None] * x).to(x.dtype)
@@ -193,11 +208,13 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 def _check_others(function: str, others: dict[str, Any]) -> None:
     """Refuse what changes the result; the rest are arguments of attention layers, which transformers passes along."""
-    for name in ("cu_seqlens", "seq_idx"):
+    if function == "mamba2_chunk_scan":
+        if others.get("z") is not None:
+            _refuse(function, "z", "None", described(others["z"]), "Multiply the output by silu(z).")
+        return
+    for name in transformers_packed.NAMES:
         if others.get(name) is not None:
-            _refuse(function, name, "None", described(others[name]), "For packed sequences, call penstock.simple_gla with cu_seqlens.")
-    if function == "mamba2_chunk_scan" and others.get("z") is not None:
-        _refuse(function, "z", "None", described(others["z"]), "Multiply the output by silu(z).")
+            _refuse(function, name, "None", described(others[name]), "Sequences of one token each are rows of a batch.")
 
 
 def _refuse(function: str, argument: str, rule: str, value: object, remedy: str) -> NoReturn:

@@ -48,9 +48,15 @@ class ShortConvolution(nn.Conv1d):
 
         In place, ``state`` is a pool [P,W-1,C]. A kernel updates its rows and returns the pool; else the new state is [N,W-1,C].
         """
-        silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
-        y, after = CONVOLUTION(_Convolution(x, sequences.entering(x, state), weight, bias, sequences.here, silu))
-        return y, sequences.ending(after, state)
+        return short_convolution(x, state, self.weight.squeeze(1), self.bias, sequences, silu=self.activation is not None)
+
+
+def short_convolution(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sequences: Sequences, *, silu: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``ShortConvolution`` with these parameters, the weight as [C,W]."""
+    y, after = CONVOLUTION(_Convolution(x, sequences.entering(x, state), weight, bias, sequences.here, silu))
+    return y, sequences.ending(after, state)
 
 
 def convolved(

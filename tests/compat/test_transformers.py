@@ -214,9 +214,30 @@ def test_mamba2_decodes_in_grad_mode_too(mamba):
     logits.sum().backward()
 
 
+@pytest.mark.parametrize("names", ["seq_idx", "cu_seq_lens_q cu_seq_lens_k", "cu_seq_lens_q cu_seq_lens_k seq_idx"])
+def test_packed_sequences_are_kept_apart(mamba, names):
+    """In training, too, where the fused form gives way to the convolution and the scan. Mamba2ForCausalLM does not pass them on."""
+    from transformers import DataCollatorWithFlattening
+
+    parts = [torch.randint(1, 40, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 1, 7, 3)]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)([{"input_ids": part} for part in parts])
+    given, model, found = {name: batch[name] for name in ("input_ids", *names.split())}, mamba.backbone.train(), []
+    for packed in (False, True):
+        model.zero_grad()
+        if packed:
+            with accelerate(mamba):
+                states = model(**given, use_cache=False).last_hidden_state
+        else:
+            states = torch.cat([model(torch.tensor([part]), use_cache=False).last_hidden_state for part in parts], 1)
+        states.tanh().sum().backward()
+        found.append([states, *(x.grad for x in model.parameters())])
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_mamba2_says_what_was_replaced(mamba):
     module = sys.modules[type(mamba).__module__]
-    names = "mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"
+    names = "mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined", "causal_conv1d_fn"
     originals = [getattr(module, name) for name in names]
     with accelerate(mamba) as accelerated:
         assert accelerated.replaced == tuple(f"{module.__name__}.{name}" for name in names)
@@ -258,9 +279,13 @@ def test_a_hybrid_model_runs_on_our_operators():
 def test_mamba2_arguments_that_change_the_result_are_refused():
     x, dt, bc = torch.randn(1, 3, 2, 4), torch.rand(1, 3, 2), torch.randn(1, 3, 1, 8)
     A = -torch.rand(2)
-    for name in ("seq_idx", "cu_seqlens", "z"):
-        with pytest.raises(RangeError, match=f"mamba2_chunk_scan: {name} must be None, got tensor"):
-            ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, **{name: torch.zeros(1, 3)})
+    with pytest.raises(RangeError, match="mamba2_chunk_scan: z must be None, got tensor"):
+        ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, z=torch.zeros(1, 3))
+    with pytest.raises(RangeError, match="mamba2_chunk_scan: cu_seq_lens_q must be None with a cache, got packed sequences"):
+        ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, return_final_states=True, cu_seq_lens_q=torch.tensor([0, 1, 3]))
+    for name in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"):
+        with pytest.raises(RangeError, match=f"mamba2_selective_state_update: {name} must be None, got tensor"):
+            ours._mamba2_selective_state_update(torch.zeros(1, 2, 4, 8), *[x] * 5, **{name: torch.zeros(1, 3)})
     with pytest.raises(RangeError, match="mamba2_selective_state_update: A must be expanded from one value a head"):
         ours._mamba2_selective_state_update(
             torch.zeros(1, 2, 4, 8), x[:, 0], dt[:, 0, :, None].expand(1, 2, 4), -torch.rand(2, 4, 8), bc[:, 0], bc[:, 0]

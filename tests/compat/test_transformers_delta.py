@@ -1,4 +1,4 @@
-"""accelerate() of models of the delta rule: Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi Linear of transformers, unmodified."""
+"""accelerate() of models of the delta rule: those of transformers, unmodified."""
 
 import inspect
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock.compat.transformers import accelerate
+from penstock.errors import RangeError, ShapeError
 
 transformers = pytest.importorskip("transformers", minversion="5.23")  # the first that has these functions in all of these models
 
@@ -16,31 +17,53 @@ LINEAR = {
     "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+KDA = {"linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+LATENT = {
+    "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"], "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
 MODELS = {
     "Qwen3Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**LINEAR, **EXPERTS, "num_key_value_heads": 2, "head_dim": 8}),
     "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**LINEAR, "num_key_value_heads": 2, "head_dim": 8}),
     "OlmoHybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {**LINEAR, "linear_num_key_heads": 4, "num_key_value_heads": 2}),
-    "KimiLinear": (
-        "KimiLinearConfig", "KimiLinearForCausalLM",
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**LINEAR, **EXPERTS, "num_key_value_heads": 2, "head_dim": 8}),
+    "KimiLinear": ("KimiLinearConfig", "KimiLinearForCausalLM", {**LATENT, **KDA, "q_lora_rank": None}),
+    "Ling": ("BailingHybridConfig", "BailingHybridForCausalLM", {**LATENT, "head_dim": 8, "num_key_value_heads": 4, "eos_token_id": None}),
+}  # fmt: skip
+OTHERS = {
+    "GLM": (
+        "Glm5NextTextConfig", "Glm5NextTextModel",
         {
-            "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
-            "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": None,
-            "mlp_layer_types": ["dense", "dense"],
+            **LATENT, **KDA, **EXPERTS, "qk_rope_head_dim": 0, "q_lora_rank": 8, "num_key_value_heads": 4, "index_topk": 4,
+            "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 2, "index_kpool": 2,
+        },
+    ),
+    "Qwen4": (
+        "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM",
+        {
+            **LINEAR, **EXPERTS, "layer_types": ["linear_attention"] * 2, "num_key_value_heads": 2, "head_dim": 8, "hc_count": 2,
+            "hc_lowrank": 4, "ple_layer_ids": [],
         },
     ),
 }  # fmt: skip
+"""Models that are built in parts, or that need more than tokens."""
 
 
 @pytest.fixture(params=MODELS)
 def model(request, monkeypatch):
     """A small model in float32 with weights that differ from their initial values."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    config, kind, sizes = MODELS[request.param]
+    return built(*MODELS[request.param])
+
+
+def built(config, kind, sizes):
     torch.manual_seed(0)
     made = getattr(transformers, kind)(getattr(transformers, config)(**SIZES, **sizes)).eval()
     for name, x in made.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
             nn.init.normal_(x)
+        elif x.dim() > 1:
+            nn.init.normal_(x, std=0.2)
     return made
 
 
@@ -93,10 +116,71 @@ def test_generates_the_same_tokens(model):
 
 def test_what_was_replaced_and_restored(model):
     module = inspect.getmodule(type(model))
-    names = [name for name in vars(module) if name.endswith(("gated_delta_rule", "kimi_delta_attention"))]
+    names = [name for name in vars(module) if name.endswith(("gated_delta_rule", "kimi_delta_attention", "conv1d_fn"))]
     before = [getattr(module, name) for name in names]
     with accelerate(model) as accelerated:
         assert accelerated.replaced == tuple(sorted((f"{module.__name__}.{name}" for name in names), key=accelerated.replaced.index))
-        assert len(accelerated.replaced) == len(names) == 2
+        assert len(accelerated.replaced) == len(names) == 3
         assert all(getattr(module, name) is not one for name, one in zip(names, before))
     assert [getattr(module, name) for name in names] == before
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_outputs_of_other_models_are_the_same(name, monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    if not hasattr(transformers, OTHERS[name][1]):
+        pytest.skip("this transformers does not have it")
+    model, ids = built(*OTHERS[name]), tokens()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False)[0]
+        with accelerate(model):
+            torch.testing.assert_close(model(ids, use_cache=False)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+LENGTHS = (9, 1, 7, 3)
+DESCRIBED = [("cu_seq_lens_q", "cu_seq_lens_k"), ("seq_idx",), ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")]
+
+
+def packed(lengths, names):
+    """Sequences in one row as transformers' collator makes them, with these of its arguments."""
+    sequences = [{"input_ids": torch.randint(1, 40, (n,), generator=torch.Generator().manual_seed(n)).tolist()} for n in lengths]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(sequences)
+    return {name: batch[name] for name in ("input_ids", "position_ids", *names)}
+
+
+def each_alone(model, ids):
+    return torch.cat([model(one, use_cache=False).logits for one in ids.split(LENGTHS, 1)], 1)
+
+
+@pytest.mark.parametrize("names", DESCRIBED, ids="+".join)
+def test_packed_sequences_are_kept_apart(model, names):
+    batch = packed(LENGTHS, names)
+    with torch.no_grad():
+        expected = each_alone(model, batch["input_ids"])
+        with accelerate(model):
+            torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_of_packed_sequences_are_those_of_each_alone(model):
+    batch, found = packed(LENGTHS, DESCRIBED[0]), []
+    upstream = torch.randn(1, sum(LENGTHS), 40, generator=torch.Generator().manual_seed(1))
+    for accelerated in (False, True):
+        model.zero_grad()
+        if accelerated:
+            with accelerate(model):
+                model(**batch, use_cache=False).logits.backward(upstream)
+        else:
+            each_alone(model, batch["input_ids"]).backward(upstream)
+        found.append([x.grad for x in model.parameters() if x.grad is not None])
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_packed_sequences_that_cannot_be_kept_apart_are_refused(model):
+    rows = {"input_ids": tokens(6), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)}
+    batch = packed(LENGTHS, DESCRIBED[0])
+    with torch.no_grad(), accelerate(model):
+        with pytest.raises(ShapeError, match="causal_conv1d_fn: seq_idx must be None unless the batch has one row, got 2 rows"):
+            model(**rows, use_cache=False)
+        with pytest.raises(RangeError, match=r"cu_seq(lens|_lens_q) must be None with a cache, .* Pass use_cache=False"):
+            model(**batch, use_cache=True)
