@@ -44,7 +44,7 @@ class Letters:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def stream(self) -> "Letters":
+    def stream(self, after: object = ()) -> "Letters":
         return self
 
     def push(self, token: int) -> str:

@@ -77,7 +77,7 @@ def generate(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    decoder, count, begin = coder.stream(), 0, perf_counter()
+    decoder, count, begin = coder.stream(given), 0, perf_counter()
     found = stream(
         weights,
         given,

@@ -72,7 +72,8 @@ class Steps:
                 for constraint in request.constraints:
                     _check_mask(constraint)
             for index in range(params.n):
-                text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop, params.min_tokens)
+                decoder = None if tokenizer is None else tokenizer.stream(request.prompt)
+                text = None if decoder is None else TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
                 one = Sequence(request, index, list(request.prompt), text=text)
                 one.constraint = constraint_of(one, self.end_of_text, self.runner.sampler.vocab_size)
                 one.row = Row.of(one)

@@ -30,6 +30,8 @@ WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 WORLD_SIZES = range(65530, 65537)
 """65,530 ids; published models have rows for 65,536."""
 HF_FILE = "tokenizer.json"
+LONGEST = 64
+"""Tokens among which the text before a stream is looked for."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]|\+)[0-9A-Fa-f]>")
 """Texts that the package tokenizers reads as bytes."""
 
@@ -62,8 +64,8 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
 
-    def stream(self) -> Stream:
-        """A new incremental decoder. Its texts joined equal ``decode`` of all tokens."""
+    def stream(self, after: Sequence[int] = ()) -> Stream:
+        """A new incremental decoder of what follows the tokens ``after``. Without these, its texts joined equal ``decode``."""
 
 
 class Bytes:
@@ -94,8 +96,8 @@ class Bytes:
         """Text of tokens."""
         return _text(self, tokens)
 
-    def stream(self) -> ByteStream:
-        """A new incremental decoder."""
+    def stream(self, after: Sequence[int] = ()) -> ByteStream:
+        """A new incremental decoder. No text depends on the tokens before it; parts of a character are decoded with those that follow."""
         return ByteStream(self.token_bytes)
 
 
@@ -150,8 +152,8 @@ class World:
         """Text of tokens."""
         return _text(self, tokens)
 
-    def stream(self) -> ByteStream:
-        """A new incremental decoder."""
+    def stream(self, after: Sequence[int] = ()) -> ByteStream:
+        """A new incremental decoder. No text depends on the tokens before it; parts of a character are decoded with those that follow."""
         return ByteStream(self.token_bytes)
 
 
@@ -249,9 +251,9 @@ class HuggingFace:
             _check_token(token, self.vocab_size)
         return str(self._rust.decode(tokens, skip_special_tokens=True))
 
-    def stream(self) -> WindowStream:
-        """A new incremental decoder."""
-        return WindowStream(self)
+    def stream(self, after: Sequence[int] = ()) -> WindowStream:
+        """A new incremental decoder of what follows the tokens ``after``. Some files remove a space from the begin of a text."""
+        return WindowStream(self, after)
 
 
 class WindowStream:
@@ -261,11 +263,11 @@ class WindowStream:
     it ends, since one invalid byte changes the text of the whole run.
     """
 
-    def __init__(self, tokenizer: HuggingFace) -> None:
+    def __init__(self, tokenizer: HuggingFace, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._done = 0
-        """Tokens at the begin of ``_tokens`` whose text was returned."""
+        self._tokens = _context(tokenizer, after)
+        self._done = len(self._tokens)
+        """Tokens at the begin of ``_tokens`` whose text is known."""
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that no later token can change."""
@@ -290,6 +292,19 @@ class WindowStream:
 
     def _texts(self) -> tuple[str, str]:
         return self._tokenizer.decode(self._tokens[: self._done]), self._tokenizer.decode(self._tokens)
+
+
+def _context(tokenizer: HuggingFace, before: Sequence[int]) -> list[int]:
+    """The last token with a text and the tokens of bytes after it, without an incomplete character."""
+    found: list[int] = []
+    for token in reversed(before[-LONGEST:]):
+        if token in tokenizer.text_tokens:
+            found.insert(0, token)
+            if token not in tokenizer.byte_tokens:
+                break
+    while found and tokenizer.decode(found).endswith("\ufffd"):
+        found.pop()
+    return found
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

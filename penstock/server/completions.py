@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from fastapi import Request, Response
 
 from ..engine import Event
 from ..engine.request import Logprobs, PromptLogprobs
+from ..models.tokenizers import LONGEST
 from .caller import current
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
@@ -73,6 +74,8 @@ class Scores:
     prompt: PromptLogprobs | None
     logprobs: Logprobs
     tokens: list[int]
+    before: Sequence[int]
+    """The last tokens before the text of the answer."""
 
 
 def _collected(
@@ -84,9 +87,14 @@ def _collected(
         for done in one.result.completions:
             text = (job.text if body.echo else "") + done.text
             choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=finish_reason(done.finish_reason)))
-            scores.append(Scores(one.result.prompt_logprobs, done.logprobs, done.tokens))
+            scores.append(Scores(one.result.prompt_logprobs, done.logprobs, done.tokens, _before(one.prompt, body.echo)))
     keep_states(service, choices, generation)
     return CompletionAnswer(**heading, usage=generation.usage()), choices, scores
+
+
+def _before(prompt: Sequence[int], echo: bool) -> Sequence[int]:
+    """The last tokens before the text of an answer, which begins with the prompt if there is an echo."""
+    return () if echo else prompt[-LONGEST:]
 
 
 def _written(
@@ -106,7 +114,7 @@ def _written(
         if most is not None:
             begin = [] if given is None or not echo else shortened(given, most)
             tokens = [] if given is None else given.prompt[: len(begin)]
-            more = CompletionWriter(texts.tokenizer).to_json([*begin, *found.logprobs], [*tokens, *found.tokens])
+            more = CompletionWriter(texts.tokenizer, found.before).to_json([*begin, *found.logprobs], [*tokens, *found.tokens])
         listed.append(written(choice, logprobs=more, **prompt_json(texts.tokenizer, given, of_prompt)))
     return answered(answer, listed)
 
@@ -145,10 +153,12 @@ class StreamWriter:
     def write(self, event: Event) -> Iterator[CompletionAnswer | Awaitable[bytes]]:
         """The piece of an event. An echo comes before the first one."""
         first = event.index not in self._writers
-        writer = self._writers.setdefault(event.index, CompletionWriter(self._service.tokenizer))
-        wanted = self._body.logprobs is not None
+        place = event.index // self._generation.n
+        if first:
+            before = _before(self._generation.requests[place].prompt, self._body.echo)
+            self._writers[event.index] = CompletionWriter(self._service.tokenizer, before)
+        writer, wanted = self._writers[event.index], self._body.logprobs is not None
         if first and self._body.echo:
-            place = event.index // self._generation.n
             text, known = self._generation.jobs[place].text, self._generation.requests[place].result.prompt_logprobs
             if known is None or not wanted:
                 yield self._piece(CompletionChoice(index=event.index, text=text, logprobs=writer.write([], []) if wanted else None))

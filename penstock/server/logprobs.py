@@ -24,7 +24,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     """
     value = _value(tokenizer, token)
     if value is None:
-        text = tokenizer.decode([token])
+        stream = tokenizer.stream([token])  # the text that it has after another token
+        text = stream.push(token) + stream.finish()
         return text if text and "\ufffd" not in text else f"token_id:{token}"
     try:
         return value.decode() or f"token_id:{token}"
@@ -50,12 +51,12 @@ def _value(tokenizer: Tokenizer, token: int) -> bytes | None:
 class CompletionWriter:
     """Writes log probabilities of one completion, piece by piece. Keeps the place in the text.
 
-    begin : int
-        The length of the text before the first token.
+    after : list of int
+        Tokens before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begin: int = 0) -> None:
-        self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(), begin
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+        self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(after), 0
 
     def write(self, found: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> CompletionLogprobs:
         """Log probabilities of the next tokens. None: of a token with nothing before it."""

@@ -20,7 +20,7 @@ from ..errors import Complaints, MissingExtra, PenstockError, RangeError
 from ..files import escape_unwritable
 from ..models import CausalLM, load
 from ..models.streaming import stream
-from ..models.tokenizers import Tokenizer, load_tokenizer
+from ..models.tokenizers import Stream, Tokenizer, load_tokenizer
 from .scoring import score
 
 GENERATED = 256
@@ -78,21 +78,22 @@ class Answers:
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         count = next((int(options[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in options), GENERATED)
         sampling = options.get("do_sample", float(options.get("temperature", 0)) > 0)
+        begin = self.coder.encode(context) or self.begin
         tokens = stream(
             self.language_model,
-            self.coder.encode(context) or self.begin,
+            begin,
             count,
             temperature=float(options.get("temperature", 1)) if sampling else 0,
             top_p=float(options.get("top_p", 1)),
             end=self.coder.end_of_text,
             vocab_size=min(self.coder.vocab_size, self.language_model.config.vocab_size),
         )
-        return _until(self.coder, tokens, until)
+        return _until(self.coder.stream(begin), tokens, until)
 
 
-def _until(tokenizer: Tokenizer, tokens: Iterable[int], until: Sequence[str]) -> str:
+def _until(decoder: Stream, tokens: Iterable[int], until: Sequence[str]) -> str:
     """The text of tokens up to the first of the strings; no more tokens are generated than needed."""
-    decoder, text = tokenizer.stream(), ""
+    text = ""
     for token in tokens:
         text += decoder.push(token)
         places = [place for place in (text.find(stop) for stop in until) if place >= 0]

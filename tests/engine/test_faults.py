@@ -37,7 +37,7 @@ class Text(Bytes):
     def decode(self, tokens):
         return "".join(chr(ord("a") + token) for token in tokens)
 
-    def stream(self):
+    def stream(self, after=()):
         return Letters(self)
 
 
@@ -235,11 +235,11 @@ def test_a_decoder_that_cannot_be_made_fails_one_request(made):
     engine = engine_of(tokenizer=tokenizer)
     plain, count = tokenizer.stream, []
 
-    def broken():
+    def broken(after):
         count.append(1)
         if len(count) == made + 1:
             raise ValueError("no decoder")
-        return plain()
+        return plain(after)
 
     tokenizer.stream = broken
     failed, other = engine.generate([[1], [2]], [SamplingParams(n=3), PARAMS])

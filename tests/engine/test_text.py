@@ -5,6 +5,7 @@ import torch
 from architectures import model_of
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.text import StopStrings, TextStream
@@ -118,7 +119,7 @@ def test_the_end_of_text_ends_unless_ignored():
         def __init__(self):
             pass
 
-        def stream(self):
+        def stream(self, after=()):
             return pieces_of(b"x" * 12, [1] * 12)[0]
 
     engine = Engine(model, Ends(), slots=2, token_budget=200)
@@ -127,6 +128,20 @@ def test_the_end_of_text_ends_unless_ignored():
     assert (ended.tokens, ended.text, ended.completions[0].finish_reason) == ([5], "", "stop")
     assert ended.completions[0].stopped_by is None
     assert (ignored.tokens, ignored.text, ignored.completions[0].finish_reason) == ([5] * 4, "xxxx", "length")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_completion_continues_the_text_of_its_prompt(name, tmp_path):
+    """Also where the tokenizer's decoder removes a space from the begin of a text."""
+    tokenizer = tokenizer_of(name, tmp_path, ["the cat sat"] * 9)
+    (wanted,) = tokenizer.encode("a a")[len(tokenizer.encode("a")) :][:1] or [0]
+    engine = Engine(CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1)), tokenizer, slots=2)
+    params = {"max_tokens": 2, "temperature": 0, "logit_bias": {wanted: 1e4}}
+    plain, echoed = engine.generate(["the cat"] * 2, [SamplingParams(**params), SamplingParams(**params, echo=True)])
+    whole = tokenizer.decode([*tokenizer.encode("the cat"), wanted, wanted])
+    assert plain.text == whole.removeprefix("the cat") == 2 * tokenizer.stream([wanted]).push(wanted)
+    assert echoed.text == whole
+    engine.close()
 
 
 def test_echo_and_log_probabilities_of_the_prompt(engine):

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_files import written
 
@@ -48,8 +48,8 @@ def tokenizers(world, tokenizer_files):
     return [Bytes(), Bytes(257), world, HuggingFace(tokenizer_files["bytes"]), HuggingFace(tokenizer_files["fallback"])]
 
 
-def streamed(tokenizer, tokens):
-    stream = tokenizer.stream()
+def streamed(tokenizer, tokens, after=()):
+    stream = tokenizer.stream(after)
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
@@ -156,6 +156,22 @@ def test_a_stream_of_bytes_of_text_and_others_equals_the_whole(tokenizers, data)
     parts = st.one_of(st.text("aé😀 ", max_size=4).map(tokenizer.encode), st.lists(st.sampled_from([0, 0xC4, 0xAA, 0x100]), max_size=2))
     tokens = list(chain(*data.draw(st.lists(parts, max_size=6))))
     assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text("aé😀 the\n", max_size=24))
+@example("the a the")
+@example("é 😀 a")
+@example(" the")
+def test_a_stream_continues_the_text_before_it(tokenizers, text):
+    """From every token on, without the spaces that are removed from the begin of a text only."""
+    for tokenizer in tokenizers:
+        tokens = tokenizer.encode(text)
+        whole = tokenizer.decode(tokens)
+        for n in range(len(tokens) + 1):
+            before = tokenizer.decode(tokens[:n])
+            if "\ufffd" not in before:
+                assert before + "".join(streamed(tokenizer, tokens[n:], tokens[:n])) == whole, n
 
 
 def test_tokens_without_a_text_take_no_time(tokenizers):

@@ -32,10 +32,20 @@ def test_parts_of_characters_are_named_by_their_bytes_in_both_forms(tokenizer):
 
 
 def test_texts_and_tokens_without_bytes(tokenizer):
-    for token in tokenizer.encode("the cat"):
-        assert token_text(tokenizer, token) == (tokenizer.decode([token]) or f"token_id:{token}")
+    names = [token_text(tokenizer, token) for token in tokenizer.encode("the cat a")]
+    assert "".join(names).lstrip() == "the cat a"
     for token in (tokenizer.end_of_text, tokenizer.vocab_size):
         assert (token_text(tokenizer, token), token_bytes(tokenizer, token)) == (f"token_id:{token}", None)
+
+
+def test_places_in_a_text_that_follows_a_prompt(tokenizer):
+    prompt, tokens = tokenizer.encode("the cat"), tokenizer.encode("the cat sat at")
+    text = tokenizer.decode(tokens)[len(tokenizer.decode(prompt)) :]
+    tokens = tokens[len(prompt) :]
+    found = CompletionWriter(tokenizer, prompt).write([TokenLogprobs(token, -1.0, ()) for token in tokens], tokens)
+    assert "".join(found.tokens) == text == " sat at"
+    for name, offset in zip(found.tokens, found.text_offset):
+        assert text[offset:].startswith(name)
 
 
 def test_a_part_of_a_character_beside_text():
