@@ -23,21 +23,24 @@ class References:
         pages.reclaim, pages.stuck = self.reclaim, self.in_flight
 
     def reclaim(self, count: int) -> None:
-        """Free ``count`` pages, as far as possible: evict kept prefixes, then copy the pages of waiting forks to the host."""
+        """Free ``count`` pages, as far as possible: evict kept prefixes, then copy the pages of forks to the host.
+
+        Forks wait, or have a slot with pages of its own and still keep what they began with, for its logits and for other forks.
+        """
         while self._pages.free < count and self._cache.evict():
             pass
         if self._pages.free >= count:
             return
         sequences = (one for request in self._requests for one in request.sequences)
-        waiting = [one for one in sequences if one.slot is None and one.saved is not None and shared([one.saved])]
-        while waiting and self._pages.free < count:
-            before = waiting[0].saved
+        forks = [one for one in sequences if one.saved is not None and shared([one.saved])]
+        while forks and self._pages.free < count:
+            before = forks[0].saved
             after = before.with_pages_on_host()
-            for one in waiting:
+            for one in forks:
                 if one.saved is before:
                     one.saved = after
             del before
-            waiting = [one for one in waiting if shared([one.saved])]
+            forks = [one for one in forks if shared([one.saved])]
 
     def in_flight(self) -> list[SharedPages]:
         """Those that the step in flight keeps."""

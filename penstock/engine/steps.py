@@ -331,7 +331,8 @@ class Steps:
                 "Lower token_budget, slots or cache_bytes."
             )
         else:
-            failed = EngineError(f"engine: a step must run, got {type(error).__name__}: {error}. The requests of this step failed.")
+            got = f"{type(error).__name__}: {error}".rstrip(".")
+            failed = EngineError(f"engine: a step must run, got {got}. The requests of this step failed.")
         failed.__cause__ = error
         return failed
 

@@ -264,6 +264,18 @@ def test_layers_with_and_without_windows_keep_all_pages():
         assert_free(engine)
 
 
+@pytest.mark.parametrize("cache_bytes", [0, 2**26])
+def test_forks_that_begin_in_the_same_step_give_their_pages(cache_bytes):
+    """Each has its own copy of the last page in part, and what it began with refers to the first one."""
+    model, params = model_of("hybrid_of_deltas"), [greedy(60, n=3, logprobs=1), greedy(60, n=2, logprobs=1)]
+    engine = Engine(model, slots=3, pages=6, max_length=256, cache_bytes=cache_bytes)
+    requests = [engine.submit(PROMPT[:length], one) for length, one in zip((66, 130), params)]
+    finished(engine, *requests)
+    for request, one in zip(requests, params):
+        check_logprobs(model, request.prompt, one, request.result)
+    assert_free(engine)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ATTENDING)
 def test_many_requests_leave_no_page_behind(name, overlap):
