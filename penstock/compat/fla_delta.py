@@ -25,6 +25,8 @@ def _gated_delta_rule(call: Call) -> Output:
         call.refuse("gk", "left out where g is given", "Add the two decays and pass the sum as gk.")
     q, k, v, options = call["q"], call["k"], call["v"], _options(call)
     gates = _gates(call, "g")
+    if gates and gates["A_log"] is None:
+        call.refuse("A_log", "given with use_gate_in_kernel", "Pass A_log [H].")
     if gk is not None:
         return call.results(*functional.kda(q, k, v, gk, _beta(call), **options))
     if g is None:

@@ -34,6 +34,13 @@ def check_tokens(complaints: Complaints, ids: Any, vocab_size: int, device: torc
         check_range(complaints, "ids", ids, vocab_size, "Use the tokenizer that belongs to the model.")
 
 
+def check_labels(complaints: Complaints, labels: Any, ids: Any) -> None:
+    """Check the shape and dtype of labels [B,T], unless ``ids`` are wrong, which another check says."""
+    if isinstance(labels, Tensor) and isinstance(ids, Tensor) and ids.dim() == 2:
+        sizes, remedy = dict(zip("BT", ids.shape)), "They are the next tokens: ids = tokens[:, :-1], labels = tokens[:, 1:]."
+        check_tensor(complaints, Argument("labels", "B T", INDICES, hint=remedy), labels, sizes, labels.device, MODEL)
+
+
 def check_embeddings(complaints: Complaints, x: Any, hidden_size: int, device: torch.device) -> None:
     """Check embeddings of tokens [B,T,hidden_size] on the model's device."""
     if not isinstance(x, Tensor):

@@ -21,6 +21,7 @@ from ..layers.linear import Linear
 from ..layers.rwkv import orthogonal
 from ..layers.sizes import check_whole
 from ..tokens.context import ContextParallel
+from .arguments import check_labels
 from .backbone import Backbone, LayerState, State
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, head_cross_entropy
@@ -123,6 +124,9 @@ class CausalLM(Backbone):
         >>> tokens = torch.randint(11, (2, 7))
         >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         """
+        complaints = Complaints("loss")
+        check_labels(complaints, labels, ids)
+        complaints.raise_any()
         x, _ = self._hidden("loss", ids, None, state, cu_seqlens, context=context, final_states=context is None)
         options: Any = {"ignore_index": ignore_index, "reduction": reduction, "chunk_tokens": chunk_tokens, "context": context}
         return head_cross_entropy(x, self.head, labels, **options)

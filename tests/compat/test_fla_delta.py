@@ -142,6 +142,7 @@ def test_arguments_that_have_no_meaning_here_are_refused(inputs):
         (lambda: ours.chunk_kda(**kda, allow_neg_eigval=True), "allow_neg_eigval must be False without use_beta_sigmoid_in_kernel"),
         (lambda: ours.chunk_kda(**raw), "A_log must be given with use_gate_in_kernel, unless there is a lower_bound"),
         (lambda: ours.chunk_kda(**raw, A_log=inputs["rate"], safe_gate=True), "lower_bound must be given with safe_gate and"),
+        (lambda: ours.chunk_gdn(**gdn, use_gate_in_kernel=True), "chunk_gdn: A_log must be given with use_gate_in_kernel"),
         (lambda: ours.fused_recurrent_gdn(**gdn, gk=inputs["g"]), "gk must be left out where g is given"),
         (lambda: ours.fused_recurrent_gdn(**gdn, gv=inputs["g"]), "fused_recurrent_gdn: gv must be None"),
         (lambda: ours.fused_recurrent_gdn(inputs["q"], inputs["k"], inputs["v"], use_gate_in_kernel=True), "g must be given with"),
@@ -154,7 +155,7 @@ def test_arguments_that_have_no_meaning_here_are_refused(inputs):
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_that_are_no_tensors_or_have_no_heads_are_refused(name, inputs):
     call, _ = call_of(name, inputs)
-    raw = {"use_gate_in_kernel": True} if name in GATED else {}
+    raw = {"use_gate_in_kernel": True, "A_log": inputs["rate"]} if name in GATED else {}
     raw |= {"lower_bound": -5.0, "dt_bias": inputs["bias"]} if name.endswith("kda") else {}
     for one in call:
         with pytest.raises(InvalidArgument):

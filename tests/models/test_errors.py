@@ -44,7 +44,7 @@ def test_messages(model: CausalLM, ids: Tensor) -> None:
         model.generate(ids, 3, temperature=-1)
     with pytest.raises(RangeError, match="top_p must be above 0"):
         model.generate(ids, 3, top_p=0)
-    with pytest.raises(ShapeError, match=r"labels must be of shape"):
+    with pytest.raises(ShapeError, match=r"^loss: labels must be of shape \[B,T\] = .* They are the next tokens: ids = tokens\[:, :-1\]"):
         model.loss(ids, ids[:, 1:])
 
 
