@@ -18,6 +18,8 @@ SPACE = " \t\r\n"
 """White space of JSON."""
 HEADER = re.compile(r'S\{S"name"S:S"([a-zA-Z0-9_-]+)"S,S"(?:arguments|parameters)"S:S(?=\{)'.replace("S", f"[{SPACE}]*"))
 """The usual begin of a call, up to its arguments."""
+FIELD = re.compile(r',S*(?:(")|$)'.replace("S", f"[{SPACE}]"))
+"""The begin of a field after the arguments, perhaps without the quotation mark so far."""
 OUTSIDE = frozenset(SPACE + string.ascii_letters + string.digits + '[]{}:,"+-.')
 """Characters of JSON outside of its strings."""
 
@@ -175,8 +177,9 @@ class ReasoningReader:
 class JsonObject:
     """Finds the end of a JSON object, piece by piece. It sees strings and brackets only."""
 
-    def __init__(self) -> None:
-        self._depth, self._string, self._escaped = 0, False, False
+    def __init__(self, depth: int = 0) -> None:
+        """``depth``: 1 inside the object."""
+        self._depth, self._string, self._escaped = depth, False, False
 
     def scan(self, text: str) -> tuple[int, bool] | None:
         """Where the object ends in a text, and whether it is closed there. None: later."""
@@ -206,12 +209,12 @@ class CallReader:
 
     A call is one from the begin of its arguments on, if it has the usual form: marker, name of a known function, arguments. Its arguments
     are given as they come, and may be cut or wrong. One in another order is given when it is whole. Anything else is content.
-    White space before and after calls is left out.
+    White space before and after calls is left out, and so are fields after the arguments.
     """
 
     def __init__(self, form: AnswerForm) -> None:
         self._form, self._calls = form, form.calls
-        self._stage: Literal["content", "first", "header", "arguments", "end"] = "content"
+        self._stage: Literal["content", "first", "header", "arguments", "end", "fields"] = "content"
         if form.calls is not None and not form.calls.begin:
             self._stage = "first"
         self._held = ""
@@ -229,7 +232,10 @@ class CallReader:
     def push(self, text: str) -> Iterator[Piece]:
         """The parts that a text adds."""
         self._held += text
-        stages = {"content": self._content, "first": self._first, "header": self._header, "arguments": self._arguments, "end": self._end}
+        stages = {
+            "content": self._content, "first": self._first, "header": self._header, "arguments": self._arguments, "end": self._end,
+            "fields": self._fields,
+        }  # fmt: skip
         while self._held:
             before = self._stage, len(self._held)
             yield from stages[self._stage]()
@@ -357,9 +363,22 @@ class CallReader:
             self._held = self._held.lstrip()
             if self._held.startswith(self._ends[0]):
                 self._held = self._held[len(self._ends.pop(0)) :]
+            elif self._ends[0] == "}" and (found := FIELD.match(self._held)) is not None:
+                if found[1]:
+                    self._stage, self._object = "fields", JsonObject(1)
+                return
             elif self._ends[0].startswith(self._held):
                 return
             else:
                 self._ends.pop(0)
         self._stage = "content"
+        yield from ()
+
+    def _fields(self) -> Iterator[Piece]:
+        """Fields of a call after its arguments."""
+        ended = self._object.scan(self._held)
+        self._held = "" if ended is None else self._held[ended[0] :]
+        if ended is not None:
+            self._ends.remove("}")
+            self._stage = "end"
         yield from ()

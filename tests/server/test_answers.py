@@ -27,7 +27,7 @@ FRAGMENTS = [
     '{"name": "f", "arguments": ', '{"name":"g","arguments":', "{", "}", "1", ",",
     '{"name": "f", "parameters": {', '{"arguments": {"a": [1, "}"]}, "name": "f"}', '"', "\\", "a", " ", "\n", "\u00a0", "[", "]", "é",
     ": ",
-    '{"a": "</tool_call>"}', '{"name": "f"}', "{}", "<", "<tool",
+    '{"a": "</tool_call>"}', '{"name": "f"}', "{}", "<", "<tool", ', "id": 1',
 ]  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def test_a_text_without_calls_is_content(name, text):
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\""}}\n</tool_call>'
+FIELDS = '<tool_call>{"name": "f", "arguments": {}, "id": {"a": "}"}} </tool_call>\n'
 ARGUMENTS = '{"a": "}</tool_call>\\""}'
 TEXTS = {
     "call": (HERMES, CALL, "", [("f", ARGUMENTS)]),
@@ -73,6 +74,11 @@ TEXTS = {
     "without end": (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
     "end cut": (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool', "", [("f", "{}")]),
     "brace absent": (HERMES, '<tool_call>{"name": "f", "arguments": {}</tool_call>', "", [("f", "{}")]),
+    "fields after": (HERMES, FIELDS + CALL, "", [("f", "{}"), ("f", ARGUMENTS)]),
+    "fields cut": (HERMES, '<tool_call>{"name": "f", "arguments": {}, "id": "</tool_call', "", [("f", "{}")]),
+    "fields of no JSON": (HERMES, '<tool_call>{"name": "f", "arguments": {}, "id": ;', ";", [("f", "{}")]),
+    "no fields": (HERMES, '<tool_call>{"name": "f", "arguments": {}, so', ", so", [("f", "{}")]),
+    "fields without markers": (LLAMA, '{"name": "f", "parameters": {}, "type": "function"}', "", [("f", "{}")]),
     "arguments cut": (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
     "unknown": (HERMES, '<tool_call>{"name": "h", "arguments": {}}</tool_call>', None, []),
     "header cut": (HERMES, 'So <tool_call>{"name": "f", "argu', None, []),
