@@ -101,6 +101,11 @@ class AnswerReader:
                 yield Piece("reasoning", thought)
         yield from self._calls.push(text)
 
+    @property
+    def called(self) -> bool:
+        """Whether a call has ended."""
+        return self._calls.called
+
     def finish(self) -> Iterator[Piece]:
         """What was held back."""
         if self._reasoning is not None:
@@ -241,6 +246,11 @@ class CallReader:
             yield from stages[self._stage]()
             if before == (self._stage, len(self._held)):
                 break
+
+    @property
+    def called(self) -> bool:
+        """Whether a call has ended."""
+        return self._count > 0 and self._stage == "content"
 
     def finish(self) -> Iterator[Piece]:
         """What was held back. A call without its begin is content."""

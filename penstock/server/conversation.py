@@ -14,6 +14,7 @@ from .call_grammars import call_grammar, styled
 from .continuation import NotContinuable, continuation, without_overlap
 from .errors import Refused
 from .grammars import wanted_schema
+from .one_call import with_one_call
 from .protocol import Message, ResponseFormat
 from .service import Service
 from .templates import Template
@@ -70,13 +71,12 @@ async def prepare(
 ) -> Prepared:  # fmt: skip
     """Render a conversation, by ``render`` if given. Raises Refused or InvalidArgument."""
     prompt = await rendered(service, talk, function, render)
-    form, stops = answer_form(template, talk, prompt), template.stops
-    if form.calls is not None and form.calls.end and not talk.parallel:
-        stops = (*stops, form.calls.end)
-    constraint = None
+    form, constraint = answer_form(template, talk, prompt), None
     if _constrained(talk, form):
         constraint = await service.compiled(function, _constraint, service, talk, form, function)
-    return Prepared(prompt, form, constraint, stops)
+    if form.calls is not None and form.calls.end and not talk.parallel:
+        constraint = with_one_call(service.tokenizer, service.engine.vocab_size, form, constraint)
+    return Prepared(prompt, form, constraint, template.stops)
 
 
 async def rendered(service: Service, talk: Conversation, function: str, render: Render | None = None) -> str:

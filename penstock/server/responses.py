@@ -51,6 +51,8 @@ class Turn:
     form: AnswerForm
     state: SequenceState | None
     """What it continues from."""
+    shown: list[dict[str, Any]]
+    """The tools that the model has seen."""
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -93,7 +95,8 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     tokens = await service.tokens(ready.prompt, "input", special=False)
     known = len(tokens) + (0 if state is None else len(state.tokens))
     job = Job(tokens, service.fitting(params, known, body.max_output_tokens), state=state)
-    return Turn(body, template, _answer(service, body), ready.form, state), job
+    shown = [one.shown for one in talk.offered] if link is None else link.shown
+    return Turn(body, template, _answer(service, body), ready.form, state, shown), job
 
 
 def _after(texts: Texts, messages: list[Message], talk: Conversation, link: Link) -> str:
@@ -140,8 +143,9 @@ def _check_link(body: ResponseBody, link: Link) -> None:
     if body.instructions != link.instructions:
         message = f"{FUNCTION}: instructions must be those of the previous response, got others or none. {remedy}"
         raise Refused(400, message, param="instructions", code="instructions_changed")
-    if [one.shown for one in body.tools] != link.shown:
-        message = f"{FUNCTION}: tools must be those of the previous response, got others or none. {remedy}"
+    if [one.shown for one in body.tools] != link.shown and (link.shown or body.choice != "none"):
+        got = "others or none" if link.shown else "some that its state does not have"
+        message = f"{FUNCTION}: tools must be those of the previous response, got {got}. {remedy}"
         raise Refused(400, message, param="tools", code="tools_changed")
 
 
@@ -228,7 +232,7 @@ class StreamWriter:
         body = self._turn.body
         calls = [one.model_extra or {} for one in answer.output if one.type == "function_call"]
         link = Link(
-            instructions=body.instructions, shown=[one.shown for one in body.tools], tail=tail,
+            instructions=body.instructions, shown=self._turn.shown, tail=tail,
             names={call["call_id"]: call["name"] for call in calls},
         )  # fmt: skip
         given = json.dumps([one.model_dump(exclude_none=True, exclude_defaults=False) for one in body.input])

@@ -125,7 +125,10 @@ class JinjaTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self._source = source, special, name
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        from .template_tags import Generation
+
+        extensions = ["jinja2.ext.loopcontrols", Generation]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         self._special = special or {}
@@ -139,6 +142,8 @@ class JinjaTemplate:
             complaints.raise_any()
         self.variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
         self._takes_tools = "tools" in known
+        self._roles = {} if "developer" in source else {"developer": "system"}
+        """Names of roles that the template does not know, as it has them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JinjaTemplate, self._source, {"calls": self.calls, "reasoning": self.reasoning}
@@ -151,7 +156,7 @@ class JinjaTemplate:
             remedy = "Serve with another --chat-template."
             complaints.add(RangeError, "tools", "absent, because the model's chat template has none", f"{len(functions)}", remedy)
             complaints.raise_any()
-        given = {**self._special, **variables, "messages": _listed(messages), "add_generation_prompt": True}
+        given = {**self._special, **variables, "messages": _listed(messages, self._roles), "add_generation_prompt": True}
         given["tools"] = [{"type": "function", "function": one.shown} for one in functions] or None
         pieces, size = [], 0
         try:
@@ -167,11 +172,11 @@ class JinjaTemplate:
         return "".join(pieces)
 
 
-def _listed(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _listed(messages: Sequence[Message], roles: Mapping[str, str]) -> list[dict[str, Any]]:
     """Messages as templates of Hugging Face expect them: arguments are objects, and results have the name of their function."""
     listed, names = [], dict[str, str]()
     for one in messages:
-        found: dict[str, Any] = {"role": one.role, "content": one.text}
+        found: dict[str, Any] = {"role": roles.get(one.role, one.role), "content": one.text}
         if one.name is not None:
             found["name"] = one.name
         if one.reasoning_content is not None:

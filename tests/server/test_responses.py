@@ -225,6 +225,14 @@ def test_instructions_and_tools_are_those_of_the_state(chatml):
     assert create(chatml, previous_response_id=first.id, instructions="Be brief.", tools=[TOOL], max_output_tokens=2)
 
 
+def test_tools_that_the_model_could_not_see_are_not_those_of_the_state(chatml):
+    first = create(chatml, tools=[TOOL], tool_choice="none", max_output_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="tools must be those of the previous response, got some that its state does not have"):
+        create(chatml, previous_response_id=first.id, tools=[TOOL])
+    second = create(chatml, previous_response_id=first.id, tools=[TOOL], tool_choice="none", max_output_tokens=2)
+    assert create(chatml, previous_response_id=second.id, max_output_tokens=2)
+
+
 def test_templates_that_rewrite_earlier_messages_do_not_continue(model):
     with running(model, template=JinjaTemplate(COUNTS)) as live:
         first = create(live, max_output_tokens=2)

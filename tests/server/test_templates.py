@@ -1,6 +1,7 @@
 """Chat templates."""
 
 import json
+import re
 
 import pytest
 
@@ -25,6 +26,17 @@ def test_jinja_writes_messages_and_special_tokens():
         "<s><|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_marks_of_training_are_passed_over():
+    source = "{% for one in messages %}{% generation %}<{{ one.role }}>{{ one.content }}{% endgeneration %}{% endfor %}"
+    assert JinjaTemplate(source).render(MESSAGES) == JinjaTemplate(re.sub(r"{% (end)?generation %}", "", source)).render(MESSAGES)
+
+
+@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_developers_are_the_system_of_templates_that_do_not_know_them(known, role):
+    source = known + "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    assert JinjaTemplate(source).render([Message(role="developer", content="a")]) == f"<{role}>a"
 
 
 def test_world_writes_one_empty_line_after_each_message():

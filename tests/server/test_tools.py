@@ -143,6 +143,25 @@ def test_several_calls(hermes, api):
     hermes.settles()
 
 
+END = HERMES_CALL.replace("Oslo", "</tool_call>")
+ONE = {
+    "in a string": (END, Answer("", "", [Call("weather", {"city": "</tool_call>", "days": 2})], "calls")),
+    "in reasoning": (f"<think>a </tool_call> b</think>\n\n{HERMES_CALL}", Answer("", "a </tool_call> b", [OSLO], "calls")),
+    "in text": ("a </tool_call> b", Answer("a </tool_call> b", "", [], "stop")),
+    "after it": (f"a {HERMES_CALL}{HERMES_CALL}", Answer("a", "", [OSLO], "calls")),
+}
+"""Where the end of a call stands."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("place", ONE)
+def test_an_answer_that_may_have_one_call_ends_with_it(thinking, api, place, stream):
+    text, answer = ONE[place]
+    with scripted(thinking.engine, text, ends=place == "in text"):
+        assert api.ask(thinking, tools=TOOLS, parallel=False, stream=stream).answer == answer
+    thinking.settles()
+
+
 def test_several_results(hermes, api):
     text = f"{HERMES_CALL}\n{HERMES_CALL}"
     with scripted(hermes.engine, text, "So") as prompts:
