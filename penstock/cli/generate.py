@@ -15,7 +15,7 @@ from ..layers.quantization import KINDS
 from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
-from ..models.tokenizers import Tokenizer, load_tokenizer
+from ..models.tokenizers import Tokenizer, ends_of, load_tokenizer
 from .download import Download, checkpoint
 from .options import DTYPES, Quantize, State, Threads, check_device, check_names, check_seed, use_cores
 
@@ -84,7 +84,7 @@ def generate(
         max_tokens,
         temperature=temperature,
         top_p=top_p,
-        end=coder.end_of_text,
+        end=ends_of(coder),
         vocab_size=coder.vocab_size,
         generator=generator,
     )

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
+from ..models.tokenizers import ends_of
 from .choosing import NO_TOKEN
 from .entry import Entry
 from .kept import KeptState
@@ -53,7 +54,7 @@ class Steps:
         self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self.entry.preempt, canonical, pool.pages is not None)
         self._ended = 0.0
         """The time when the last step ended."""
-        self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
+        self.ends = ends_of(tokenizer)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
@@ -75,7 +76,7 @@ class Steps:
                 decoder = None if tokenizer is None else tokenizer.stream(request.prompt)
                 text = None if decoder is None else TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
                 one = Sequence(request, index, list(request.prompt), text=text)
-                one.constraint = constraint_of(one, self.end_of_text, self.runner.sampler.vocab_size)
+                one.constraint = constraint_of(one, self.ends, self.runner.sampler.vocab_size)
                 one.row = Row.of(one)
                 request.sequences.append(one)
         except Exception as error:
@@ -242,7 +243,7 @@ class Steps:
             if not ends:
                 _check_mask(one.constraint)
         reason: FinishReason | None = "stop" if ends else None
-        if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
+        if token in params.stop_ids or (token in self.ends and not params.ignore_end):
             reason = "stop"
             one.completion.stopped_by = token if token in params.stop_ids else None
         else:

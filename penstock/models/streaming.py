@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ def stream(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    end: int | None = None,
+    end: int | Collection[int] | None = None,
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
@@ -30,8 +30,8 @@ def stream(
 
     prompt : sequence of int
         At least one token.
-    end : int, optional
-        Stop at this token; it is not returned.
+    end : int or collection of int, optional
+        Stop at this token, or at one of these; it is not returned.
     vocab_size : int, optional
         Sample only tokens below it: the tokenizer's size, if the model's is larger.
 
@@ -47,11 +47,13 @@ def stream(
         remedy = "Use the tokenizer that belongs to the model."
         complaints.add(RangeError, "vocab_size", f"from 1 to the model's {model.config.vocab_size}", vocab_size, remedy)
     complaints.raise_any()
-    return _tokens(model, prompt, count, temperature, top_p, end, vocab_size, generator)
+    ends = {end} if end is None or isinstance(end, int) else {*end}
+    return _tokens(model, prompt, count, temperature, top_p, ends, vocab_size, generator)
 
 
 def _tokens(
-    model: CausalLM, prompt: Sequence[int], count: int, temperature: float, top_p: float, end: int | None, vocab_size: int | None,
+    model: CausalLM, prompt: Sequence[int], count: int, temperature: float, top_p: float, ends: Collection[int | None],
+    vocab_size: int | None,
     generator: torch.Generator | None,
 ) -> Iterator[int]:  # fmt: skip
     state = model.initial_state(1, max_length=len(prompt) + count)
@@ -65,6 +67,6 @@ def _tokens(
             given = given[:, :1].clone()
         given[:, 0] = token
         found = int(token)
-        if found == end:
+        if found in ends:
             return
         yield found

@@ -30,6 +30,8 @@ WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 WORLD_SIZES = range(65530, 65537)
 """65,530 ids; published models have rows for 65,536."""
 HF_FILE = "tokenizer.json"
+SPACE = "\u2581"
+"""What stands for a space in the tokens of SentencePiece."""
 LONGEST = 64
 """Tokens among which the text before a stream is looked for."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]|\+)[0-9A-Fa-f]>")
@@ -185,8 +187,8 @@ class HuggingFace:
     """A ``tokenizer.json``. Needs the package tokenizers.
 
     file : Path
-        ``tokenizer.json``. The token that ends a text is read from ``generation_config.json``, ``config.json`` or
-        ``tokenizer_config.json`` beside it, the first that names one.
+        ``tokenizer.json``. The tokens that end a text are read from ``generation_config.json``, ``config.json`` or
+        ``tokenizer_config.json`` beside it, the first that names any.
     """
 
     def __init__(self, file: Path) -> None:
@@ -204,7 +206,9 @@ class HuggingFace:
             complaints.raise_any()
         vocab = self._rust.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.end_of_text = self._find_end(Path(file).parent)
+        found = self._find_ends(Path(file).parent)
+        self.end_of_text, self.ends = next(iter(found), None), frozenset(found)
+        """The first token that ends a text, and all of them: models for chats have others that end a message."""
         special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
         self.text_tokens = set(vocab.values()) - special
         """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
@@ -216,7 +220,8 @@ class HuggingFace:
     def token_bytes(self) -> list[bytes | None]:
         """The bytes of each token; none for special ones. Known for tokenizers of bytes, as GPT-2's, and for tokens of one byte."""
         found: list[bytes | None] = [None if token in self.text_tokens else b"" for token in range(self.vocab_size)]
-        values = _byte_of_character() if (json.loads(self.to_json())["decoder"] or {}).get("type") == "ByteLevel" else None
+        decoder = json.loads(self.to_json())["decoder"] or {}
+        values = _byte_of_character() if [one["type"] for one in decoder.get("decoders", [decoder]) if one] == ["ByteLevel"] else None
         for text, token in self._rust.get_vocab().items():
             if token in self.byte_tokens:
                 found[token] = bytes([int(text[3:5], 16)])
@@ -225,19 +230,32 @@ class HuggingFace:
                 found[token] = bytes(map(values.__getitem__, text)) if known else text.encode()
         return found
 
+    @property
+    def pieces(self) -> list[bytes] | None:
+        """The bytes of each token in the middle of a text, where ``token_bytes`` or marks of spaces tell them; none for special ones."""
+        found = self.token_bytes
+        if not any(one is None for one in found):
+            return [one or b"" for one in found]
+        if SPACE not in json.dumps(json.loads(self.to_json())["decoder"], ensure_ascii=False):
+            return None
+        texts = self._rust.get_vocab()
+        marked = {token: text.replace(SPACE, " ").encode() for text, token in texts.items()}
+        return [marked.get(token, b"") if one is None else one for token, one in enumerate(found)]
+
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
         return str(self._rust.to_str())
 
-    def _find_end(self, folder: Path) -> int | None:
+    def _find_ends(self, folder: Path) -> list[int]:
         for name in ("generation_config.json", "config.json"):
-            found = _json(folder / name).get("eos_token_id")
-            found = found[0] if isinstance(found, list) and found else found
-            if type(found) is int and 0 <= found < self.vocab_size:
+            given = _json(folder / name).get("eos_token_id")
+            several = given if isinstance(given, list) else [given]
+            if found := [one for one in several if type(one) is int and 0 <= one < self.vocab_size]:
                 return found
-        found = _json(folder / "tokenizer_config.json").get("eos_token")
-        found = found.get("content") if isinstance(found, dict) else found
-        return self._rust.token_to_id(found) if isinstance(found, str) else None
+        given = _json(folder / "tokenizer_config.json").get("eos_token")
+        given = given.get("content") if isinstance(given, dict) else given
+        token = self._rust.token_to_id(given) if isinstance(given, str) else None
+        return [] if token is None else [token]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Tokens of a text; with ``special``, also those that the file adds."""
@@ -305,6 +323,12 @@ def _context(tokenizer: HuggingFace, before: Sequence[int]) -> list[int]:
     while found and tokenizer.decode(found).endswith("\ufffd"):
         found.pop()
     return found
+
+
+def ends_of(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokens that end an answer: those that a tokenizer has as ``ends``, or its ``end_of_text``."""
+    end = getattr(tokenizer, "end_of_text", None)
+    return getattr(tokenizer, "ends", frozenset() if end is None else frozenset([end]))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..errors import Complaints, MissingExtra, RangeError
@@ -13,6 +13,8 @@ from .errors import Refused
 from .limits import Limits
 from .protocol import ResponseFormat
 
+BEFORE = "\x02"
+"""A text that no token joins with what follows."""
 OPTIONS: Any = {"whitespace_flexible": False}
 """Of llguidance, for schemas without an ``x-guidance`` that says otherwise. By its own, white space may go on for ever."""
 
@@ -128,14 +130,20 @@ def _check(schema: dict[str, Any], function: str, param: str, limits: Limits) ->
 
 
 class Vocabulary:
-    """A tokenizer of bytes as llguidance wants it. Tokens without bytes are special."""
+    """A tokenizer as llguidance wants it. Tokens without bytes are special.
+
+    values : list of bytes
+        The bytes of each token in the middle of a text.
+    """
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        found = [bytes(one) for one in tokenizer.token_bytes]
-        end = tokenizer.end_of_text
+    def __init__(self, tokenizer: Tokenizer, values: Sequence[bytes]) -> None:
+        self._tokenizer, self._values = tokenizer, values
+        self._before = tokenizer.encode(BEFORE)
+        self._tokens = {value: token for token, value in enumerate(values) if value}
+        self._longest = max(map(len, self._tokens), default=0)
+        found, end = [*values], tokenizer.end_of_text
         if end is None:  # llguidance needs one; no model has logits for it
             end = len(found)
             found.append(b"")
@@ -144,14 +152,43 @@ class Vocabulary:
         self.tokens = [one or f"<|special {token}|>".encode() for token, one in enumerate(found)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text."""
-        found: list[int] = self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        """Tokens of a text in the middle of another one: tokenizers may add a space at the begin of a text."""
+        wanted = text.encode() if isinstance(text, str) else text
+        known = len(self._before)
+        whole = self._tokenizer.encode(BEFORE + wanted.decode(errors="replace"))
+        if whole[:known] == self._before and b"".join(map(self._values.__getitem__, whole[known:])) == wanted:
+            return whole[known:]
+        return self._greedy(wanted)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token at each place, as far as there are any."""
+        found, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._tokens), 0)
+            if not size:
+                break
+            found.append(self._tokens[text[at : at + size]])
+            at += size
         return found
+
+
+def _values(tokenizer: Tokenizer, vocab_size: int) -> list[bytes] | None:
+    """The bytes of each token of a model in the middle of a text; None if they are not known."""
+    found = tokenizer.token_bytes
+    if isinstance(tokenizer, HuggingFace):
+        pieces = tokenizer.pieces
+        if pieces is None:
+            return None
+        found = [*pieces, *[b""] * (vocab_size - len(pieces))]
+    return [bytes(one or b"") for one in found]
 
 
 def _for_llguidance(tokenizer: Tokenizer, vocab_size: int) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    if isinstance(tokenizer, HuggingFace):
+    values = _values(tokenizer, vocab_size)
+    if values is None:
+        assert isinstance(tokenizer, HuggingFace)
         return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=tokenizer.end_of_text)
-    return LLTokenizer(TokenizerWrapper(Vocabulary(tokenizer)))
+    return LLTokenizer(TokenizerWrapper(Vocabulary(tokenizer, values)))

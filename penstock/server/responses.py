@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from ..engine import Event, SequenceState
+from ..models.tokenizers import ends_of
 from .answers import AnswerForm, AnswerReader
 from .continuation import NotContinuable, continuation
 from .conversation import Conversation, Names, prepare
@@ -225,7 +226,7 @@ class StreamWriter:
         )  # fmt: skip
 
     def _keep(self, answer: ResponseAnswer, state: SequenceState, text: str) -> None:
-        kept, tail = without_end(state, self._service.tokenizer.end_of_text), ""
+        kept, tail = without_end(state, ends_of(self._service.tokenizer)), ""
         if kept is state:  # else the template writes what ends a message
             written = self._service.tokenizer.decode(self._generation.requests[0].result.tokens)
             tail = written[len(text) :] if written[len(text) :].startswith(self._turn.template.stops or ("\0",)) else ""

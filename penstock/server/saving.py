@@ -7,10 +7,11 @@ what its text ends with is left out, and so is its last token if that is the end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..engine import SequenceState
+from ..models.tokenizers import ends_of
 from .errors import Refused
 from .generation import Generation
 from .protocol import ErrorFields, SamplingBody, StateFields
@@ -50,9 +51,9 @@ def keep_states(service: Service, choices: Sequence[StateFields], generation: Ge
             choice.state = saved
 
 
-def without_end(state: SequenceState, end_of_text: int | None) -> SequenceState:
+def without_end(state: SequenceState, ends: Collection[int]) -> SequenceState:
     """A state before the end of text, if that is its last token."""
-    if len(state.tokens) == state.aligned or state.tokens[-1] != end_of_text:
+    if len(state.tokens) == state.aligned or state.tokens[-1] not in ends:
         return state
     return replace(state, tokens=state.tokens[:-1])
 
@@ -61,6 +62,6 @@ async def continued(service: Service, state: SequenceState | None) -> tuple[Sequ
     """What a chat continues from, and the text at its end."""
     if state is None:
         return None, None
-    state = without_end(state, service.tokenizer.end_of_text)
+    state = without_end(state, ends_of(service.tokenizer))
     known = [token for token in state.tokens[-TAIL:] if token < service.tokenizer.vocab_size]
     return state, await service.text(known, "state")

@@ -20,7 +20,7 @@ from ..errors import Complaints, MissingExtra, PenstockError, RangeError
 from ..files import escape_unwritable
 from ..models import CausalLM, load
 from ..models.streaming import stream
-from ..models.tokenizers import Stream, Tokenizer, load_tokenizer
+from ..models.tokenizers import Stream, Tokenizer, ends_of, load_tokenizer
 from .scoring import score
 
 GENERATED = 256
@@ -85,7 +85,7 @@ class Answers:
             count,
             temperature=float(options.get("temperature", 1)) if sampling else 0,
             top_p=float(options.get("top_p", 1)),
-            end=self.coder.end_of_text,
+            end=ends_of(self.coder),
             vocab_size=min(self.coder.vocab_size, self.language_model.config.vocab_size),
         )
         return _until(self.coder.stream(begin), tokens, until)

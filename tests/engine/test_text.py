@@ -109,7 +109,9 @@ def test_a_stop_string_in_the_rest_of_the_text(engine):
     assert (stopped.text, stopped.completions[0].finish_reason) == ("", "stop")
 
 
-def test_the_end_of_text_ends_unless_ignored():
+@pytest.mark.parametrize("ends", [None, frozenset({5}), frozenset({7, 5})])
+def test_the_end_of_text_ends_unless_ignored(ends):
+    """Or another token that the tokenizer names."""
     model = model_of("gla")
 
     class Ends(Bytes):
@@ -122,7 +124,10 @@ def test_the_end_of_text_ends_unless_ignored():
         def stream(self, after=()):
             return pieces_of(b"x" * 12, [1] * 12)[0]
 
-    engine = Engine(model, Ends(), slots=2, token_budget=200)
+    tokenizer = Ends()
+    if ends is not None:
+        tokenizer.ends, tokenizer.end_of_text = ends, min(ends - {5}, default=5)
+    engine = Engine(model, tokenizer, slots=2, token_budget=200)
     bias = {"logit_bias": {5: 50.0}, "max_tokens": 4}
     ended, ignored = engine.generate([[1], [1]], [SamplingParams(**bias), SamplingParams(**bias, ignore_end=True)])
     assert (ended.tokens, ended.text, ended.completions[0].finish_reason) == ([5], "", "stop")

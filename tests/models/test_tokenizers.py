@@ -240,7 +240,8 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     assert ours.encode("ab", special=True) == [0, *ours.encode("ab")]
     assert ours.end_of_text is None  # no other file names one
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
-    assert load_tokenizer(tmp_path).end_of_text == 3
+    found = load_tokenizer(tmp_path)
+    assert (found.end_of_text, found.ends) == (3, {3, 0})
     for content in ('{"eos_token_id": true}', '{"eos_token_id": [[3]]}', '{"eos_token_id": -1}', "[3]", "{", '{"a":' * 100_000):
         (tmp_path / "config.json").write_text(content)
         assert load_tokenizer(tmp_path).end_of_text is None

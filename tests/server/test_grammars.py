@@ -7,7 +7,7 @@ import openai
 import pytest
 import torch
 from architectures import randomised
-from tokenizer_files import TOKENIZERS, tokenizer_of
+from tokenizer_files import TOKENIZERS, tokenizer_of, written
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
@@ -138,10 +138,67 @@ def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
     assert ended
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+def with_markers(file):
+    """Tokens that a model was trained to write, as in Qwen's files."""
+    from tokenizers import AddedToken, Tokenizer
+
+    made = Tokenizer.from_file(str(file))
+    made.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
+    made.save(str(file))
+
+
+def with_prefix_space(file):
+    content = json.loads(file.read_text("utf-8"))
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(content), "utf-8")
+
+
+def with_decoders(file):
+    """One decoder as a sequence, those of Llama as Metaspace."""
+    content = json.loads(file.read_text("utf-8"))
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    several = [content["decoder"]] if content["decoder"]["type"] == "ByteLevel" else [{"type": "ByteFallback"}, metaspace]
+    content["decoder"] = {"type": "Sequence", "decoders": several}
+    file.write_text(json.dumps(content), "utf-8")
+
+
+CHANGED = {
+    "markers": ("bytes", with_markers), "prefix space": ("bytes", with_prefix_space), "sequence": ("bytes", with_decoders),
+    "markers of bytes": ("fallback", with_markers), "metaspace": ("fallback", with_decoders),
+}  # fmt: skip
+"""Other kinds of tokenizer.json."""
+
+
+def changed(name, folder, texts):
+    """A tokenizer of ``TOKENIZERS`` or ``CHANGED``."""
+    if name in TOKENIZERS:
+        return tokenizer_of(name, folder, texts)
+    kind, change = CHANGED[name]
+    file = written(folder, texts)[kind]
+    change(file)
+    return HuggingFace(file)
+
+
+@pytest.mark.parametrize("name", ["markers", "markers of bytes"])
+def test_markers_may_be_tokens(name, tmp_path):
+    tokenizer = changed(name, tmp_path, ["the cat"])
+    lark = f"start: {json.dumps(MARKERS[0])} /a+/ {json.dumps(MARKERS[1])}"
+    constraint = Grammars(tokenizer, tokenizer.vocab_size).compile_lark(lark, "test", "tools")()
+    (begin,), (end,) = (tokenizer.encode(text)[-1:] for text in MARKERS[:2])
+    assert tokenizer.pieces[begin] == MARKERS[0].encode()
+    for token in (begin, tokenizer.encode("ba")[-1], end):
+        assert constraint.mask[token // 8] >> token % 8 & 1
+        ended = constraint.accept(token)
+    assert ended
+
+
+@pytest.fixture(scope="module", params=[*TOKENIZERS, *CHANGED])
 def answers(request, tmp_path_factory):
     """Answers of a random model that follow a schema."""
-    tokenizer = tokenizer_of(request.param, tmp_path_factory.mktemp("tokenizers"), ['{"name": "Ada"}'] * 9)
+    tokenizer = changed(request.param, tmp_path_factory.mktemp("tokenizers"), ['{"name": "Ada"}'] * 9)
     torch.manual_seed(0)
     model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)).eval()
     randomised(model)
