@@ -119,6 +119,11 @@ class Windows(Dataset[dict[str, Tensor]]):
             value = f"{len(corpus.tokens)} tokens"
             complaints.add(RangeError, argument, f"at least length + 1 = {length + 1} tokens", value, "Take more text or a smaller length.")
             complaints.raise_any()
+        if self.counted == 0:
+            complaints = Complaints("train")
+            rule, remedy = "of documents of at least two tokens", "No token has one to predict: see data.packing and data.separator."
+            complaints.add(RangeError, argument, rule, "only documents of one", remedy)
+            complaints.raise_any()
 
     def __len__(self) -> int:
         return self.whole if self.most is None else min(self.whole, self.most)

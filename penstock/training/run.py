@@ -85,7 +85,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     trainer = make_trainer(model, training, ranks, arguments, samples, evaluation, write, sharded, context_of(ranks, device))
     for callback in (teller(say, about, samples, training), *callbacks):
         trainer.add_callback(callback)
-    done = checkpoint is not None and training.steps is not None and steps_before(checkpoint) >= training.steps
+    done = checkpoint is not None and steps_before(checkpoint) >= (training.steps or trainer.steps_of_epochs())
     if done and checkpoint is not None:
         # nothing is left to do; the Trainer would take one more step
         restore_model(checkpoint, model)

@@ -45,14 +45,23 @@ class Objective(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, num_items_in_batch: Tensor | int | None = None
     ) -> dict[str, Tensor]:
-        """Mean loss in nats of the labels that are not ignored, or their sum over the number of labels of the whole step."""
-        items, context = num_items_in_batch if self.training else self.evaluated, None
+        """Mean loss in nats of the labels that are not ignored, or their sum over the number of labels of the whole step.
+
+        Without any label it is 0, and so are its gradients: a part of a corpus may have none.
+        """
+        items, context, labelled = num_items_in_batch if self.training else self.evaluated, None, (labels != IGNORED).any()
         if self.context is not None:
             part, context = self.context(ids.shape[1], cu_seqlens)
             ids, labels, cu_seqlens = ids[:, part], labels[:, part], None
         if items is None:
-            return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, context=context)}
-        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum", context=context) / items}
+            loss = self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, context=context)
+            return {"loss": loss.where(labelled, 0)}
+        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum", context=context) / counted(items)}
+
+
+def counted(items: Tensor | float) -> Tensor | float:
+    """A number of labels to divide by: 1 in place of 0."""
+    return items + (items == 0)
 
 
 class Alone(nn.Module):
@@ -122,6 +131,11 @@ def make_trainer(
     class Wired(Trainer):
         def get_train_dataloader(self) -> Loader:
             return Loader(samples, batches, pinned)
+
+        def steps_of_epochs(self) -> int:
+            """The steps of ``epochs``, as the Trainer counts them. The last ones of an epoch may have fewer batches."""
+            each = max(math.ceil(len(self.get_train_dataloader()) / training.accumulate), 1)
+            return math.ceil(training.epochs * each)
 
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Loader:
             assert evaluation is not None

@@ -189,6 +189,7 @@ def test_losses(model: PenstockForCausalLM) -> None:
     assert error(out.logits, logits) < 1e-6
     counted = int((labels[:, 1:] != -100).sum())
     assert error(model(IDS, labels=labels, num_items_in_batch=torch.tensor(5)).loss, true * counted / 5) < 1e-5
+    assert all(model(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=count).loss == 0 for count in (0, torch.tensor(0)))
     packed, starts = IDS.flatten()[None], torch.arange(0, 28, 9)
     assert error(model(packed, labels=labels.flatten()[None], cu_seqlens=starts).loss, true) < 1e-5
     model.config.fuse_loss = True

@@ -252,9 +252,9 @@ def test_an_exception_in_the_engine_fails_its_request_alone(live, client, monkey
     others = [threading.Thread(target=bystander, args=(client,)) for _ in range(8)]
     plain, made = live.engine.tokenizer.stream, []
 
-    def failing():
+    def failing(after):
         made.append(1)
-        return Failing(plain(), 20) if len(made) == 1 else plain()
+        return Failing(plain(after), 20) if len(made) == 1 else plain(after)
 
     monkeypatch.setattr(live.engine.tokenizer, "stream", failing)
     starter = threading.Timer(0.02, lambda: [one.start() for one in others])
@@ -270,7 +270,7 @@ def test_an_exception_in_the_engine_fails_its_request_alone(live, client, monkey
 
 def test_a_decoder_that_cannot_be_made_fails_its_request_alone(live, client, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(live.engine.tokenizer, "stream", lambda: 1 / 0)
+        patch.setattr(live.engine.tokenizer, "stream", lambda after: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError: division by zero"):
             client.completions.create(model="tiny", prompt="a", n=2)
     bystander(client)

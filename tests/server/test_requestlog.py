@@ -196,7 +196,7 @@ def test_failures_of_engine_and_server_are_logged_with_the_id(logged, lines, mon
     from penstock.server import requestlog
 
     with monkeypatch.context() as patch:
-        patch.setattr(logged.engine.tokenizer, "stream", lambda: 1 / 0)
+        patch.setattr(logged.engine.tokenizer, "stream", lambda after: 1 / 0)
         asked(logged, "POST", "/v1/completions", f"engine-{stream}", json={**POSTS["/v1/completions"], "stream": stream})
     found = lines.one(f"engine-{stream}")
     assert (found["error"], found["finish_reasons"]) == ("engine_error", ["error"])

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sampling import every
@@ -144,6 +145,41 @@ def test_the_evaluation_loss_is_the_mean_over_labels(settings, tmp_path, packing
     assert samples.counted * len(samples) == pytest.approx(int((batch["labels"] != IGNORED).sum()))
     loss = load(trained.folder).loss(batch["ids"], batch["labels"], batch.get("cu_seqlens"))
     assert trained.evaluation_loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [0.1, 0.5, 1, 1.3])
+def test_a_run_without_epochs_left_changes_nothing(settings, epochs):
+    common = {"training__steps": None, "training__epochs": epochs, "training__accumulate": 2}
+    done = train(settings(**common))
+    before = weights(done.folder)
+    again = train(settings(**common))
+    assert again.steps == done.steps > 0
+    assert equal(weights(again.folder), before)
+
+
+def without_labels(tmp_path):
+    """Tokens with padding, as of a corpus of rows: each is a document of its own."""
+    tokens = np.random.default_rng(0).integers(97, 110, 32 * 40).astype(np.uint16)
+    tokens[::50], tokens[32 * 8 : 32 * 24] = 256, 256
+    np.save(tmp_path / "padded.npy", tokens)
+    np.save(tmp_path / "padding.npy", tokens[32 * 9 : 32 * 20])
+    return {"data__tokenizer": "bytes+end", "data__packing": True, "data__train": str(tmp_path / "padded.npy")}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_without_labels_change_no_gradient(settings, tmp_path, accumulate):
+    given = {**without_labels(tmp_path), "training__batch_size": 1, "training__accumulate": accumulate, "training__clip": 1.0}
+    done = train(settings(**given, training__log_every=1, training__steps=40 // accumulate))
+    assert all(x.isfinite().all() for x in weights(done.folder).values())
+
+
+@pytest.mark.parametrize("name", ["train", "evaluation"])
+def test_text_without_any_label_is_named(settings, tmp_path, name):
+    given = without_labels(tmp_path)
+    with pytest.raises(
+        RangeError, match=rf"train: data\.{name} must be of documents of at least two tokens, got only documents of one\."
+    ):
+        train(settings(**{**given, f"data__{name}": str(tmp_path / "padding.npy")}))
 
 
 def test_text_that_is_too_short_is_named(settings, tmp_path):

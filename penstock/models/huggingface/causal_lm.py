@@ -237,7 +237,10 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
             x, targets = x[keep], targets[keep]
         options: Any = {"reduction": "mean" if count is None else "sum", "context": context}
         loss = head_cross_entropy(x, self.head, targets, ignore_index=IGNORED, **options)
-        return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+        if count is None:
+            return loss
+        count = count + (count == 0)  # without labels the loss is 0
+        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 
 def _checked(input_ids: Tensor, scores: Tensor) -> Tensor:
