@@ -176,9 +176,7 @@ def test_steps_without_labels_change_no_gradient(settings, tmp_path, accumulate)
 @pytest.mark.parametrize("name", ["train", "evaluation"])
 def test_text_without_any_label_is_named(settings, tmp_path, name):
     given = without_labels(tmp_path)
-    with pytest.raises(
-        RangeError, match=rf"train: data\.{name} must be of documents of at least two tokens, got only documents of one\."
-    ):
+    with pytest.raises(RangeError, match=rf"train: data\.{name} must be of documents of at least two tokens, got only documents of one\."):
         train(settings(**{**given, f"data__{name}": str(tmp_path / "padding.npy")}))
 
 
