@@ -18,9 +18,9 @@ test: $(VENV)/dev $(if $(filter .venv,$(VENV)),lint)
 	$(VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
 
 # What depends on the versions of torch, Triton, transformers, NumPy, FastAPI, openai and anthropic.
-versions: TESTS = tests/call/test_private.py tests/compat/test_transformers.py tests/gpu tests/integrations/test_transformers.py \
-	tests/layers/test_convolution.py tests/models/test_huggingface.py tests/recurrence/test_triton.py tests/server/test_chat.py \
-	tests/server/test_completions.py tests/server/test_messages.py tests/server/test_templates.py tests/tune/test_resources.py
+versions: TESTS = tests/call/test_private.py tests/compat/test_transformers.py tests/compat/test_transformers_delta.py tests/gpu \
+	tests/integrations/test_transformers.py tests/layers/test_convolution.py tests/models/test_huggingface.py tests/recurrence/test_triton.py \
+	tests/server/test_chat.py tests/server/test_completions.py tests/server/test_messages.py tests/server/test_templates.py tests/tune/test_resources.py
 versions: test
 
 lint: $(VENV)/dev
