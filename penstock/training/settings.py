@@ -58,7 +58,7 @@ class Training:
     warmup: float = 0.05
     """Steps in which the learning rate rises; below 1, a fraction of all steps."""
     weight_decay: float = 0.1
-    """The weight decay of matrices; vectors have none."""
+    """The weight decay of linear maps and embeddings; vectors, low-rank maps and convolutions have none."""
     betas: tuple[float, ...] = (0.9, 0.95)
     clip: float = 1.0
     """Largest norm of the gradients."""
