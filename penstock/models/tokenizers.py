@@ -212,7 +212,9 @@ class HuggingFace:
         special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
         self.text_tokens = set(vocab.values()) - special
         """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
-        of_bytes = self._rust.decoder is not None and b"ByteFallback" in self._rust.decoder.__getstate__()
+        self._decoder = "null" if self._rust.decoder is None else self._rust.decoder.__getstate__().decode()
+        """As the file has it."""
+        of_bytes = "ByteFallback" in self._decoder
         self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
         """Tokens of one byte, such as <0xE4>."""
 
@@ -220,7 +222,7 @@ class HuggingFace:
     def token_bytes(self) -> list[bytes | None]:
         """The bytes of each token; none for special ones. Known for tokenizers of bytes, as GPT-2's, and for tokens of one byte."""
         found: list[bytes | None] = [None if token in self.text_tokens else b"" for token in range(self.vocab_size)]
-        decoder = json.loads(self.to_json())["decoder"] or {}
+        decoder = json.loads(self._decoder) or {}
         values = _byte_of_character() if [one["type"] for one in decoder.get("decoders", [decoder]) if one] == ["ByteLevel"] else None
         for text, token in self._rust.get_vocab().items():
             if token in self.byte_tokens:
@@ -236,10 +238,9 @@ class HuggingFace:
         found = self.token_bytes
         if not any(one is None for one in found):
             return [one or b"" for one in found]
-        if SPACE not in json.dumps(json.loads(self.to_json())["decoder"], ensure_ascii=False):
+        if SPACE not in self._decoder:
             return None
-        texts = self._rust.get_vocab()
-        marked = {token: text.replace(SPACE, " ").encode() for text, token in texts.items()}
+        marked = {token: text.replace(SPACE, " ").encode() for text, token in self._rust.get_vocab().items()}
         return [marked.get(token, b"") if one is None else one for token, one in enumerate(found)]
 
     def to_json(self) -> str:
