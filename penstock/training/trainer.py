@@ -134,8 +134,7 @@ def make_trainer(
 
         def steps_of_epochs(self) -> int:
             """The steps of ``epochs``, as the Trainer counts them. The last ones of an epoch may have fewer batches."""
-            each = max(math.ceil(len(self.get_train_dataloader()) / training.accumulate), 1)
-            return math.ceil(training.epochs * each)
+            return math.ceil(training.epochs * math.ceil(len(batches) / training.accumulate))
 
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Loader:
             assert evaluation is not None
