@@ -124,9 +124,9 @@ class JinjaTemplate:
         from jinja2 import TemplateError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self._source = source, special, name
         from .template_tags import Generation
 
+        self._source = source, special, name
         extensions = ["jinja2.ext.loopcontrols", Generation]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
