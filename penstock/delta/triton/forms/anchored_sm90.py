@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.implementation import Example
-from ....gpu.forms import Form, unrun
+from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
@@ -146,5 +146,5 @@ BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
     "rwkv7_bwd_sm90", _backward, absent, lambda call: refuses(call, d_output=call.d_output), examples=EXAMPLES
 )
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "rwkv7_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
+    "rwkv7_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form, unrun
+from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
 from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import sequences, tokens
@@ -110,5 +110,5 @@ SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
 EXAMPLES = (Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "kda_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
+    "kda_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

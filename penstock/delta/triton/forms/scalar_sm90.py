@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form, unrun
+from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
 from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import sequences, tokens
@@ -146,5 +146,5 @@ SIZES = {"B": 2, "N": 2, "T": 150, "H": 4, "G": 2, "J": 2, "K": 128, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 64, "V": 64}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "gdn_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
+    "gdn_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form, unrun
+from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
@@ -121,7 +121,5 @@ def _backward(call: Backward) -> Plan:
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 256, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 128, "V": 192}))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, unrun, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "gdn_wide_bwd_sm90", _backward, absent, refuses_backward, unrun, examples=EXAMPLES
-)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_wide_bwd_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
