@@ -88,20 +88,24 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def timed(call, steps: int) -> list[float]:
-    """Milliseconds of calls, each measured alone."""
-    found = []
+def timed(call, steps: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of calls, each measured alone, and those until the host is done."""
+    found, host = [], []
     for _ in range(steps):
         synchronize()
         begin = time.perf_counter()
         call()
+        host.append((time.perf_counter() - begin) * 1e3)
         synchronize()
         found.append((time.perf_counter() - begin) * 1e3)
-    return found
+    return found, host
 
 
 def classes(call) -> dict:
-    """Milliseconds of kernels by class, and from the first one to the end of the last: what is more than their sum waits for the host."""
+    """Milliseconds of kernels by class, from the first one to the end of the last, and the longest times in which the GPU waits.
+
+    A gap has its milliseconds, those since the first kernel, and the names of the kernels around it.
+    """
     kind = torch.profiler.ProfilerActivity.CUDA if GPU else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as seen:
         call()
@@ -112,9 +116,18 @@ def classes(call) -> dict:
         group = next(label for label, words in CLASSES if any(word in event.key for word in words))
         found[group] += event.self_device_time_total / 1e3
         names[event.key[:90]] += event.self_device_time_total / 1e3
-    there = [one.time_range for one in seen.events() if one.device_type == torch.autograd.DeviceType.CUDA]
-    whole = (max(one.end for one in there) - min(one.start for one in there)) / 1e3 if there else 0.0
-    return {"classes": dict(found), "whole": whole, "kernels": dict(sorted(names.items(), key=lambda item: -item[1])[:25])}
+    on_gpu = [one for one in seen.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    there = sorted((one.time_range.start / 1e3, one.time_range.end / 1e3, one.name[:60]) for one in on_gpu)
+    gaps, last, before = [], there[0][0] if there else 0.0, ""
+    for begin, end, name in there:
+        if begin > last:
+            gaps.append((begin - last, begin - there[0][0], before, name))
+        if end > last:
+            last, before = end, name
+    return {
+        "classes": dict(found), "whole": last - there[0][0] if there else 0.0, "idle": sum(gap for gap, *_ in gaps),
+        "kernels": dict(sorted(names.items(), key=lambda item: -item[1])[:25]), "gaps": sorted(gaps, reverse=True)[:12],
+    }  # fmt: skip
 
 
 def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Shape, steps: int) -> dict:
@@ -127,16 +140,17 @@ def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Sha
     synchronize()
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    training = timed(step, steps)
+    training, host = timed(step, steps)
     peak = torch.cuda.max_memory_allocated() if GPU else 0
     with torch.no_grad():
         prompt()
-        prompts = timed(prompt, steps)
+        prompts, prompt_host = timed(prompt, steps)
     train, read = statistics.median(training), statistics.median(prompts)
     tokens, read_tokens = shape[0] * shape[1], prompt_shape[0] * prompt_shape[1]
     row = {
         "candidate": candidate, "parameters": parameters, "first_step_s": first, "training_ms": train, "training_samples": training,
-        "prompt_ms": read, "prompt_samples": prompts, "tokens_per_s": tokens / train * 1e3, "peak_gb": peak / 1e9,
+        "host_ms": statistics.median(host), "prompt_ms": read, "prompt_samples": prompts, "prompt_host_ms": statistics.median(prompt_host),
+        "tokens_per_s": tokens / train * 1e3, "peak_gb": peak / 1e9,
         "share_of_700_tflops": 6 * parameters * tokens / (train * 1e-3) / 700e12,
         "prompt_share": 2 * parameters * read_tokens / (read * 1e-3) / 700e12,
     }  # fmt: skip
@@ -145,6 +159,8 @@ def measure(candidate: str, model, step, prompt, shape: Shape, prompt_shape: Sha
     )
     profile = row["profile"] = classes(step)
     print(profile["classes"], f"sum {sum(profile['classes'].values()):.1f} of {profile['whole']:.1f} ms", flush=True)
+    for gap, at, before, after in profile["gaps"][:6]:
+        print(f"    idle {gap:.2f} ms after {at:.1f}, between {before} and {after}")
     for name, ms in list(profile["kernels"].items())[:12]:
         print(f"    {ms:8.2f} ms  {name}")
     return row
