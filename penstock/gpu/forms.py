@@ -46,6 +46,11 @@ def never(call: Any) -> str | None:
     return None
 
 
+def unrun(call: Any) -> str | None:
+    """As ``avoids``: emulated and compiled, but not run on a GPU."""
+    return "it has not run on a GPU yet"
+
+
 @dataclass(frozen=True)
 class Form(Generic[C, P]):
     """A kernel, or a fixed group of kernels, that computes a pass or a part of it."""

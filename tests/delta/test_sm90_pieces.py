@@ -1,6 +1,7 @@
 """The Gluon kernels of the delta rule for Hopper in updates in place, emulated on the CPU: whole pieces of 64 tokens."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import InPlace
-from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_sm90
+from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_sm90, wide_sm90
+from penstock.gpu.forms import unrun
 from penstock.gpu.plan import Plan
 from penstock.tokens.pieces import CHUNK
 
@@ -23,6 +25,8 @@ pytestmark = EMULATED
 OF = Delta("gated_delta_rule", B=2, H=2, T=64, K=128, V=128, dtype=torch.bfloat16, others=torch.float32, state=False)
 CASES = {"gated_delta_rule": OF, "delta_rule": replace(OF, variant="delta_rule"), "kda": replace(OF, variant="kda")}
 CASES["rwkv7"] = replace(OF, variant="rwkv7", K=64, V=64, raw=True)
+CASES["wide keys"] = replace(OF, K=256)
+CASES["wide values"] = replace(OF, variant="delta_rule", V=192)
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UPDATES = [
     ("gated_delta_rule", None, None, FLOAT32, "contiguous", "mixture"),
@@ -38,9 +42,15 @@ UPDATES = [
     ("rwkv7", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "contiguous", "raw"),
     ("rwkv7", (5, 64, 70), (-1, 4, 1), BFLOAT16, "gaps", "raw"),
     ("rwkv7", (5, 1, 63), None, FLOAT32, "contiguous", "raw"),
+    ("wide keys", None, (5, -1), BFLOAT16, "gaps", "logsigmoid"),
+    ("wide keys", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "heads first", "mixture"),
+    ("wide keys", (5, 1, 63), None, FLOAT32, "contiguous", "gone"),
+    ("wide values", (130, 64, 3), (1, -4, 0), FLOAT16, "gaps", "weak"),
 ]
+"""A name of ``CASES``, lengths of sequences, rows of the pool, its dtype and layout, and decays."""
 FORMS = {
     "kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES, "rwkv7": anchored_sm90.PIECES,
+    "wide keys": wide_sm90.PIECES, "wide values": wide_sm90.PIECES,
 }  # fmt: skip
 
 
@@ -51,18 +61,17 @@ def checked(case, given):
     return canonical(problem, computed(problem, False)) if case.raw else problem
 
 
-def problem_and_pool(variant, lengths, slots, pool, layout, gate):
-    case = replace(CASES[variant], lengths=lengths, gate=gate)
+def problem_and_pool(name, lengths, slots, pool, layout, gate):
+    case = replace(CASES[name], lengths=lengths, gate=gate)
     tensors, rows = case.tensors(), 6 if slots else case.sizes["N"]
     state, memory = pool_of(rows, case, pool, layout)
     given = tensors | {"cu_seqlens": offsets(case), "slots": None if slots is None else torch.tensor(slots), "state": state}
     return case, tensors, given, checked(case, given), memory
 
 
-def run(given, problem, target=H200, seed=0):
+def run(form, given, problem, target=H200, seed=0):
     """The output of the launches for whole pieces."""
     made, call = Plan(), InPlace.of(problem, target)
-    form = FORMS[problem.variant.name]
     assert form.refusal(call) is None
     output = made.empty("output", *problem.v.shape, dtype=problem.v.dtype)
     form.plan(made, call, output, CHUNK)
@@ -71,13 +80,13 @@ def run(given, problem, target=H200, seed=0):
     return gluon.run(made, tensors, problem.sizes, seed)["output"]
 
 
-@pytest.mark.parametrize(("variant", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
-def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate):
+@pytest.mark.parametrize(("name", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
+def test_pieces_are_updated_in_place(name, lengths, slots, pool, layout, gate):
     """Other rows of the pool and tokens after the pieces are not touched."""
-    case, tensors, given, problem, memory = problem_and_pool(variant, lengths, slots, pool, layout, gate)
+    case, tensors, given, problem, memory = problem_and_pool(name, lengths, slots, pool, layout, gate)
     state = given["state"]
     wanted, before, touched = state.double().clone(), memory.clone(), torch.zeros(len(state), dtype=torch.bool)
-    output = run(given, problem)
+    output = run(FORMS[name], given, problem)
     spans = [(n, 0, 64) for n in range(case.B)] if lengths is None else [(0, *span) for span in problem.spans()]
     for n, (row, begin, end) in enumerate(spans):
         slot, end = n if slots is None else slots[n], begin + (end - begin) // 64 * 64
@@ -86,7 +95,7 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
         touched[slot] = True
         part = {name: x[row : row + 1, begin:end].double() for name, x in tensors.items() if x is not None and x.dim() > 2}
         one = wanted[slot : slot + 1].clone()
-        expected = ps.advance(variant, **named(case, part, "q", "g"), state=one, impl="reference")
+        expected = ps.advance(case.variant, **named(case, part, "q", "g"), state=one, impl="reference")
         wanted[slot] = one[0]
         assert (output[row, begin:end].double() - expected[0]).norm() <= BUDGET * expected.norm()
     if touched.any():
@@ -94,26 +103,26 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
     check_untouched(state, memory, before, touched)
 
 
-@pytest.mark.parametrize("variant", FORMS)
-def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
+@pytest.mark.parametrize("name", FORMS)
+def test_bits_depend_neither_on_cuts_nor_on_other_sequences(name):
     """One sequence of three pieces: alone, cut, and between others, whose programs have other value channels."""
-    case = replace(CASES[variant], B=1, T=192, gate="mixture")
-    tensors, D = case.tensors(), case.K
+    case = replace(CASES[name], B=1, T=192, gate="mixture")
+    tensors, shape = case.tensors(), (4, 2, case.K, case.V)
 
     def advanced(parts, state, target):
         outputs = []
         for begin, end, beside in parts:
             pieces = [*[(0, 64)] * beside, (begin, end), *[(64, 128)] * beside]
-            given = {name: torch.cat([x[:, a:b] for a, b in pieces], 1) for name, x in tensors.items() if x is not None}
+            given = {key: torch.cat([x[:, a:b] for a, b in pieces], 1) for key, x in tensors.items() if x is not None}
             ends = torch.tensor([0, *(b - a for a, b in pieces)]).cumsum(0)
             rows = [*range(1, beside + 1), 0, *[-1] * beside]
             given |= {"cu_seqlens": ends, "slots": torch.tensor(rows), "state": state}
             first = beside * 64
-            outputs.append(run(given, checked(case, given), target, seed=beside)[:, first : first + end - begin])
+            outputs.append(run(FORMS[name], given, checked(case, given), target, seed=beside)[:, first : first + end - begin])
         return torch.cat(outputs, 1), state[0]
 
     def pool():
-        return torch.linspace(-1, 1, 4 * 2 * D * D).view(4, 2, D, D).sin()
+        return torch.linspace(-1, 1, prod(shape)).view(shape).sin()
 
     whole, last = advanced([(0, 192, 0)], pool(), H200)
     for parts, target in (([(0, 64, 0), (64, 192, 0)], H200), ([(0, 128, 2), (128, 192, 1)], SMALL)):
@@ -122,16 +131,21 @@ def test_bits_depend_neither_on_cuts_nor_on_other_sequences(variant):
         assert torch.equal(state, last)
 
 
-@pytest.mark.parametrize("variant", FORMS)
-def test_a_pool_without_rows_is_not_read(variant):
+@pytest.mark.parametrize("name", FORMS)
+def test_a_pool_without_rows_is_not_read(name):
     """All slots are negative."""
-    case, _, given, _, _ = problem_and_pool(variant, (64, 70), (-1, -2), FLOAT32, "contiguous", "mixture")
+    case, _, given, _, _ = problem_and_pool(name, (64, 70), (-1, -2), FLOAT32, "contiguous", "mixture")
     given["state"] = given["state"][:0]
-    run(given, checked(case, given))
+    run(FORMS[name], given, checked(case, given))
 
 
-@pytest.mark.parametrize("update", [UPDATES[2], UPDATES[7], UPDATES[10]], ids=["gated_delta_rule", "kda", "rwkv7"])
+@pytest.mark.parametrize(
+    "update", [UPDATES[2], UPDATES[7], UPDATES[10], UPDATES[14]], ids=["gated_delta_rule", "kda", "rwkv7", "wide keys"]
+)
 def test_is_taken_on_hopper(update):
+    """Where it has run on a GPU, else where it is named."""
     _, _, _, problem, _ = problem_and_pool(*update)
-    assert plan.advance_plan(problem, H200).forms[0] == FORMS[update[0]].name
+    form = FORMS[update[0]]
+    assert plan.advance_plan(problem, H200).forms[0] == ("delta_pieces" if form.avoids is unrun else form.name)
+    assert plan.advance_plan(problem, H200._replace(forms=frozenset([form.name]))).forms[0] == form.name
     assert plan.advance_plan(problem, A100).forms[0] == "delta_pieces"

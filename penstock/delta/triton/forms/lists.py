@@ -40,7 +40,7 @@ CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     chunks.BACKWARD,
 )
 TOKEN_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (tokens.FORWARD,)
-PIECES: tuple[InPlaceForm, ...] = (channels_sm90.PIECES, scalar_sm90.PIECES, anchored_sm90.PIECES, chunks.PIECES)
+PIECES: tuple[InPlaceForm, ...] = (channels_sm90.PIECES, scalar_sm90.PIECES, wide_sm90.PIECES, anchored_sm90.PIECES, chunks.PIECES)
 """Of an update in place: whole pieces of 64 tokens."""
 TOKENS_IN_PLACE: tuple[InPlaceForm, ...] = (tokens.IN_PLACE,)
 """Of an update in place: the tokens after the last piece."""

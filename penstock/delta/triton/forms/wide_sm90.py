@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form
+from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import NONE, Backward, C, Call, Forward
-from .chunks import end
+from ..calls import NONE, Backward, C, Call, Forward, InPlace
+from .chunks import end, in_place
 from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
-from .walks import over_sequences
+from .walks import Walk, over_pieces, over_sequences
 
 KEYS = (64, 128, 256)
 """Key channels of a head."""
@@ -48,22 +48,21 @@ def slots(call: Call) -> int:
     return 4 if call.K > 128 else 6
 
 
-def add_walk(plan: Plan, call: Call, keep: bool) -> None:
-    """The launch that walks over the chunks: ``output`` and ``final_state``, or ``errors`` and ``chunk_states`` if ``keep``."""
+def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
+    """The launch that walks over the chunks, for outputs or for what ``walk`` keeps."""
     from ..sm90 import wide_walk
 
-    p, H, K, V, walk = call.p, call.H, call.K, call.V, over_sequences(plan, call, output=not keep, keep=keep, transposed=False)
-    first, steps = walk.initial
+    p, H, K, V, (first, steps) = call.p, call.H, call.K, call.V, walk.initial
     out, kept = walk.output or "v", (Tile(C, BV, 3), Tile(K, BV, 3))
     g, g_steps = gates(call)
     chunk, values = Tile(C, K), Tile(C, BV)
     plan.launch(
         wide_walk.penstock_gdn_wide_walk_sm90, call.programs(walk.number, V // BV),
         ("k", "q", "solved_keys", "v", "weights", out, *(walk.kept or ("v", "v")), g, "beta", first or "reads", out, walk.final or "reads",
-         "cu_seqlens"),
+         "cu_seqlens", walk.rows or "q"),
         (p.scale, sequences, tokens, H, *columns(call), *g_steps, *call.strides("beta"), *steps), 8,
-        (chunk, chunk, Tile(C, K, 3), values, Tile(C, C, 3), values, *(kept if keep else (values, values))),
-        K=K, V=V, BV=BV, SLOTS=slots(call), DECAYS=call.decay != NONE, INITIAL=first is not None, KEEP=keep, PACKED=call.packed,
+        (chunk, chunk, Tile(C, K, 3), values, Tile(C, C, 3), values, *(kept if walk.kept else (values, values))),
+        fused=not walk.piece, K=K, V=V, BV=BV, SLOTS=slots(call), DECAYS=call.decay != NONE, **walk.constants(call),
     )  # fmt: skip
 
 
@@ -71,8 +70,14 @@ def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``."""
     plan = Plan(keeps=True)
     add_prepare(plan, call, removals=False)
-    add_walk(plan, call, keep=False)
+    add_walk(plan, call, over_sequences(plan, call, output=True, keep=False, transposed=False))
     return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk."""
+    add_prepare(plan, call, False, piece)
+    add_walk(plan, call, over_pieces(call, output, piece))
 
 
 def _backward(call: Backward) -> Plan:
@@ -86,7 +91,7 @@ def _backward(call: Backward) -> Plan:
     assert p.beta is not None
     add_prepare(plan, call, removals=True)
     if not call.state_alone:
-        add_walk(plan, call, keep=True)
+        add_walk(plan, call, over_sequences(plan, call, output=False, keep=True, transposed=False))
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, H, *shape, dtype=dtype)
@@ -123,3 +128,6 @@ SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 256, "V": 128}
 EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_rule", torch.bfloat16, SIZES | {"K": 128, "V": 192}))
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_wide_bwd_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "gdn_wide_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
+)

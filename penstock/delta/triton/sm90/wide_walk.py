@@ -19,25 +19,26 @@ from ....gpu.hopper_decays import decay_vectors, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 from ....gpu.ring import expect
 from .layouts import C
-from .programs import decays_of, of_tokens, places, walk_of_program
+from .programs import decays_of, of_tokens, places, row_of_pool, store_in_pool, walk_of_program
 from .wide_ring import begin, expect_next, load_narrow, load_next, wait_wide
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_wide_walk_sm90(
     k_tiles, q_tiles, b_tiles, v_tiles, a_tiles, o_tiles, e_tiles, S_tiles, g, beta, initial_state, output, final_state, cu_seqlens,
-    scale, N, T, H, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
+    rows, scale, N, T, H, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SLOTS: gl.constexpr, DECAYS: gl.constexpr, INITIAL: gl.constexpr,
-    KEEP: gl.constexpr, PACKED: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """O = A X + scale read o (q S), S <- total o S + (B^T)^T X with X = beta o E, E = V - read o (k S), chunk by chunk.
 
     TMA tiles: k, q [C,K] of tokens [B T,H K], v and output [C,BV] of [B T,H V], B^T [C,K], A [C,C] and E [C,BV] of [slots,H,C,...], S
     before each chunk [K,BV] of [slots,H,K,V]. Reads g, beta [B,T,H] and the initial state [N,H,K,V] by strides. Writes the output and
     the final state [N,H,K,V] or, with KEEP, E and the states before chunks. Program (sequence, head, block of BV value channels).
-    ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
+    ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k. PIECE, ROWS_GIVEN and NARROW: as ``scalar_walk.py``.
     """
     gl.static_assert(gl.num_warps() == 8)
+    gl.static_assert(OUTPUT != KEEP)
     kind: gl.constexpr = v_tiles.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BV // 2, 16])
     by_token: gl.constexpr = gl.SliceLayout(1, mma)
@@ -45,7 +46,9 @@ def penstock_gdn_wide_walk_sm90(
     line: gl.constexpr = gl.BlockedLayout([2], [32], [8], [0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED)
+    owner, h, vb, b, row, tokens, chunks, first_chunk = walk_of_program(cu_seqlens, N, T, H, V // BV, PACKED, PIECE)
+    if PIECE > 0:
+        owner, chunks = row_of_pool(rows, owner, chunks, ROWS_GIVEN)
     head = h.to(gl.int64)
     ring = gl.allocate_shared_memory(kind, [SLOTS, C, K], half)
     S_s = gl.allocate_shared_memory(kind, [K, BV], half)
@@ -81,7 +84,8 @@ def penstock_gdn_wide_walk_sm90(
     y = gl.arange(0, BV, gl.SliceLayout(0, mma))[None, :] + vb * BV
     S = gl.zeros([K, BV], gl.float32, mma)
     if INITIAL:
-        S = gl.load(places(initial_state, owner, head, j, y, (s_n, s_h, s_k, s_v))).to(gl.float32)
+        begins = (j >= 0) & (y >= 0) & ((chunks > 0) | (PIECE == 0))  # a pool may be empty
+        S = gl.load(places(initial_state, owner, head, j, y, (s_n, s_h, s_k, s_v)), mask=begins, other=0.0).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     beta += b * b_b + row * b_t + head * b_h
     output += ((b * T + row) * H + head) * V + vb * BV
@@ -111,7 +115,7 @@ def penstock_gdn_wide_walk_sm90(
         Y = gl.zeros([C, BV], gl.float32, mma)
         Y = warpgroup_mma(k_s, S_s, Y, use_acc=False, is_async=True)
         O = gl.zeros([C, BV], gl.float32, mma)
-        if not KEEP:
+        if OUTPUT:
             q_s = wait_wide(ring, bars, c, 1, PER)
             O = warpgroup_mma(q_s, S_s, O, use_acc=False, is_async=True)
         coming = decays_of(g, g_t, c + 1, tokens, line, DECAYS)
@@ -119,7 +123,7 @@ def penstock_gdn_wide_walk_sm90(
         E = v_s.index(c & 1).load(mma).to(gl.float32)
         if DECAYS:
             read = vectors[2].index(c & 1).load(by_token)
-        Y = warpgroup_mma_wait(0 if KEEP else 1, [Y])
+        Y = warpgroup_mma_wait(1 if OUTPUT else 0, [Y])
         if DECAYS:
             Y = Y * read[:, None]
         E = E - Y
@@ -134,7 +138,7 @@ def penstock_gdn_wide_walk_sm90(
             async_store(e_tiles, [(first_chunk + c * H).to(gl.int32) * C, vb * BV], out_s)
         b_s = wait_wide(ring, bars, c, LAST, PER)
         S = warpgroup_mma(b_s.permute((1, 0)), X_s, S, is_async=True)
-        if not KEEP:
+        if OUTPUT:
             O = warpgroup_mma_wait(1, [O])
             O = O * scale
             if DECAYS:
@@ -144,22 +148,26 @@ def penstock_gdn_wide_walk_sm90(
         if DECAYS:
             total = sums_of_decays(coming, vectors, (c + 1) & 1, 1.0)
         S, O = warpgroup_mma_wait(0, [S, O])
+        if NARROW:
+            S = S.to(initial_state.dtype.element_ty).to(gl.float32)
         for n in gl.static_range(1, PER):
             expect_next(wide, ring, bars, c, n, chunks)
         expect(narrow, narrow_bars, c + 2, c + 2 < chunks)
-        if not KEEP:
+        if OUTPUT:
             out_s.store(O.to(kind))
         fence_async_shared()
         meet()  # all tiles of the chunk are free, the output is stored
         for n in gl.static_range(1, PER):
             load_next(wide, ring, bars, steps, c, n, chunks)
         load_narrow(narrow, rings, narrow_bars, narrow_steps, c + 2, c + 2 < chunks)
-        if not KEEP:
+        if OUTPUT:
             if t + C <= tokens:
                 async_store(o_tiles, [start + t, value_column], out_s)
             else:
                 place = output + (t + i[:, None]).to(gl.int64) * (H.to(gl.int64) * V) + column
                 gl.store(place, O.to(kind), mask=(t + i < tokens)[:, None])
-    if not KEEP:
+    if PIECE > 0:
+        store_in_pool(S, initial_state, owner, head, j, y, (s_n, s_h, s_k, s_v), chunks)
+    elif OUTPUT:
         gl.store(final_state + (owner * H + head) * (K * V) + j * V + y, S)
     tma.store_wait(0)
