@@ -143,10 +143,11 @@ def checked_request(
     if not isinstance(params, SamplingParams):
         complaints.add(DtypeError, "params", "SamplingParams", described(params))
         complaints.raise_any()
-    tokens = _tokens(complaints, prompt, tokenizer, model.config.vocab_size)
+    before = state.tokens if isinstance(state, SequenceState) else ()
+    tokens = _tokens(complaints, prompt, before, tokenizer, model.config.vocab_size)
     if type(priority) is not int:
         complaints.add(DtypeError, "priority", "a whole number", described(priority))
-    known = 0 if not isinstance(state, SequenceState) else len(state.tokens)
+    known = len(before)
     if not isinstance(boundaries, Items) or not all(type(one) is int for one in boundaries):
         complaints.add(DtypeError, "boundaries", "a list of positions in the prompt", described(boundaries))
     elif any(not 0 <= one <= len(tokens) for one in boundaries):
@@ -191,16 +192,16 @@ def checked_request(
             rule = f"at most {max_length - known - len(tokens)} after {known + len(tokens)} tokens, for max_length = {max_length}"
             complaints.add(RangeError, "max_tokens", rule, params.max_tokens)
     complaints.raise_any()
-    whole = tokens if state is None else [*state.tokens, *tokens]
+    whole = [*before, *tokens] if before else tokens
     return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt, tuned, share)
 
 
-def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
+def _tokens(complaints: Complaints, prompt: Any, before: Items[int], tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             complaints.add(DtypeError, "prompt", "tokens, because the engine has no tokenizer", described(prompt))
             complaints.raise_any()
-        prompt = tokenizer.encode(prompt)
+        prompt = tokenizer.encode(prompt, after=before)
     try:
         if isinstance(prompt, bytes | bytearray | Mapping | Set):
             raise TypeError

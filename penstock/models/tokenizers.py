@@ -24,6 +24,7 @@ from ..files import read_text
 from .checkpoints import recognised
 from .checkpoints.archive import Archive
 from .checkpoints.places import refuse_missing, refuse_stand_in
+from .continued import Continued
 
 WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 """The vocabulary of RWKV World, as its authors and Hugging Face repositories name it."""
@@ -60,8 +61,11 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> Sequence[bytes | None]:
         """The bytes of each token, possibly a part of a character; empty for special ones. None: they depend on neighbouring tokens."""
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it."""
+    def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
+        """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it.
+
+        ``after`` are tokens that the text continues: nothing is added to its begin, and ``special`` must be False.
+        """
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
@@ -90,13 +94,13 @@ class Bytes:
         self.token_bytes = [bytes([byte]) for byte in range(256)] + [b""] * (vocab_size - 256)
         """The bytes of each token; none for the end of text."""
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
         """The bytes of a text."""
-        return list(_utf8(text))
+        return list(_utf8(text, special, after))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens."""
-        return _text(self, tokens)
+        return text_after(self, tokens)
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
         """A new incremental decoder. No text depends on the tokens before it; parts of a character are decoded with those that follow."""
@@ -144,15 +148,15 @@ class World:
     def __reduce__(self) -> tuple[type[World], tuple[Path]]:
         return World, (self._file.absolute(),)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
         """Tokens of a text, by greedy longest match."""
-        _utf8(text)
+        _utf8(text, special, after)
         tokens: list[int] = self._rust.encode(text)
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens."""
-        return _text(self, tokens)
+        return text_after(self, tokens)
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
         """A new incremental decoder. No text depends on the tokens before it; parts of a character are decoded with those that follow."""
@@ -217,6 +221,7 @@ class HuggingFace:
         of_bytes = "ByteFallback" in self._decoder
         self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
         """Tokens of one byte, such as <0xE4>."""
+        self._continued = Continued(self._rust)
 
     @cached_property
     def token_bytes(self) -> list[bytes | None]:
@@ -258,9 +263,11 @@ class HuggingFace:
         token = self._rust.token_to_id(given) if isinstance(given, str) else None
         return [] if token is None else [token]
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text; with ``special``, also those that the file adds."""
-        _utf8(text)
+    def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
+        """Tokens of a text; with ``special``, also those that the file adds; of one that continues ``after``, without a space before it."""
+        _utf8(text, special, after)
+        if len(after):
+            return self._continued.encode(text, int(after[-1]))
         return list(self._rust.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -332,6 +339,12 @@ def ends_of(tokenizer: Tokenizer | None) -> frozenset[int]:
     return getattr(tokenizer, "ends", frozenset() if end is None else frozenset([end]))
 
 
+def text_after(tokenizer: Tokenizer, tokens: Iterable[int], after: Sequence[int] = ()) -> str:
+    """The text that tokens add to that of the tokens ``after``. ``decode`` may remove a space from its begin."""
+    stream = tokenizer.stream(after)
+    return "".join([*map(stream.push, tokens), stream.finish()])
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to a checkpoint.
 
@@ -397,14 +410,13 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _text(tokenizer: Bytes | World, tokens: Iterable[int]) -> str:
-    stream = tokenizer.stream()
-    return "".join([*map(stream.push, tokens), stream.finish()])
-
-
-def _utf8(text: str) -> bytes:
-    """UTF-8 of a text. Raises DtypeError for another type, RangeError for lone surrogates."""
+def _utf8(text: str, special: bool, after: Sequence[int]) -> bytes:
+    """UTF-8 of a text. Raises DtypeError for another type, RangeError for lone surrogates, or special tokens in the middle of a text."""
     complaints = Complaints("encode")
+    if special and len(after):
+        rule = "False for a text that continues tokens"
+        complaints.add(RangeError, "special", rule, special, "Files add special tokens to a whole text.")
+        complaints.raise_any()
     if not isinstance(text, str):
         complaints.add(DtypeError, "text", "a str", described(text))
         complaints.raise_any()

@@ -96,7 +96,7 @@ async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Jo
         body, FUNCTION, wanted or service.limits.max_tokens, ready.stops, logprobs=logprobs, constraint=ready.constraint,
         keep_state=body.save_state,
     )  # fmt: skip
-    tokens = await service.tokens(ready.prompt, "messages", special=False)
+    tokens = await service.tokens(ready.prompt, "messages", special=False, state=state)
     known = len(tokens) + (0 if state is None else len(state.tokens))
     return Job(tokens, service.fitting(params, known, wanted), state=state), ready.form
 

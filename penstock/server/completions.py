@@ -60,9 +60,9 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     jobs = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            tokens, text = await service.tokens(prompt, "prompt", special=state is None), prompt
+            tokens, text = await service.tokens(prompt, "prompt", state=state), prompt
         else:
-            tokens, text = prompt, await service.text(prompt, "prompt") if body.echo else ""
+            tokens, text = prompt, await service.text(prompt, "prompt", state) if body.echo else ""
         jobs.append(Job(tokens, params, text, state=state))
     return jobs
 

@@ -13,8 +13,8 @@ from .errors import Refused
 from .limits import Limits
 from .protocol import ResponseFormat
 
-BEFORE = "\x02"
-"""A text that no token joins with what follows."""
+BEFORE = "."
+"""Any text: what llguidance asks for is in the middle of one."""
 OPTIONS: Any = {"whitespace_flexible": False}
 """Of llguidance, for schemas without an ``x-guidance`` that says otherwise. By its own, white space may go on for ever."""
 
@@ -152,13 +152,10 @@ class Vocabulary:
         self.tokens = [one or f"<|special {token}|>".encode() for token, one in enumerate(found)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text in the middle of another one: tokenizers may add a space at the begin of a text."""
+        """Tokens of a text in the middle of another one."""
         wanted = text.encode() if isinstance(text, str) else text
-        known = len(self._before)
-        whole = self._tokenizer.encode(BEFORE + wanted.decode(errors="replace"))
-        if whole[:known] == self._before and b"".join(map(self._values.__getitem__, whole[known:])) == wanted:
-            return whole[known:]
-        return self._greedy(wanted)
+        found = self._tokenizer.encode(wanted.decode(errors="replace"), after=self._before)
+        return found if b"".join(map(self._values.__getitem__, found)) == wanted else self._greedy(wanted)
 
     def _greedy(self, text: bytes) -> list[int]:
         """The longest token at each place, as far as there are any."""

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from ..engine import Event, SequenceState
-from ..models.tokenizers import ends_of
+from ..models.tokenizers import ends_of, text_after
 from .answers import AnswerForm, AnswerReader
 from .continuation import NotContinuable, continuation
 from .conversation import Conversation, Names, prepare
@@ -93,7 +93,7 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
         sampling, FUNCTION, body.max_output_tokens or service.limits.max_tokens, ready.stops, constraint=ready.constraint,
         keep_state=body.store,
     )  # fmt: skip
-    tokens = await service.tokens(ready.prompt, "input", special=False)
+    tokens = await service.tokens(ready.prompt, "input", special=False, state=state)
     known = len(tokens) + (0 if state is None else len(state.tokens))
     job = Job(tokens, service.fitting(params, known, body.max_output_tokens), state=state)
     shown = [one.shown for one in talk.offered] if link is None else link.shown
@@ -226,10 +226,11 @@ class StreamWriter:
         )  # fmt: skip
 
     def _keep(self, answer: ResponseAnswer, state: SequenceState, text: str) -> None:
-        kept, tail = without_end(state, ends_of(self._service.tokenizer)), ""
-        if kept is state:  # else the template writes what ends a message
-            written = self._service.tokenizer.decode(self._generation.requests[0].result.tokens)
-            tail = written[len(text) :] if written[len(text) :].startswith(self._turn.template.stops or ("\0",)) else ""
+        kept, tail, stops = without_end(state, ends_of(self._service.tokenizer)), "", self._turn.template.stops
+        if kept is state and stops:  # else the template writes what ends a message
+            request = self._generation.requests[0]
+            rest = text_after(self._service.tokenizer, request.result.tokens, request.prompt)[len(text) :]
+            tail = rest if rest.startswith(stops) else ""
         body = self._turn.body
         calls = [one.model_extra or {} for one in answer.output if one.type == "function_call"]
         link = Link(

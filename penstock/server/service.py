@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ..engine import Engine, SamplingParams
+from ..engine import Engine, SamplingParams, SequenceState
 from ..errors import InvalidArgument, QueueFull, shortened
-from ..models.tokenizers import Tokenizer
+from ..models.tokenizers import LONGEST, Tokenizer
 from .caller import LARGE, current
 from .errors import Refused, refusal, shutting_down
 from .generation import Generation, Job
@@ -152,17 +152,18 @@ class Service:
         """The result of a function of a module: in a worker process if the caller's request is large, else in a thread."""
         return await (self.processes if current().size >= LARGE else self.workers).run(function, *given, **named)
 
-    async def tokens(self, text: str, param: str, special: bool = True) -> Sequence[int]:
-        """Tokens of a text. An empty text begins with the end of the one before."""
+    async def tokens(self, text: str, param: str, special: bool = True, state: SequenceState | None = None) -> Sequence[int]:
+        """Tokens of a text, or of one that continues a state. An empty text begins with the end of the one before."""
+        after = _last(state)
         try:
-            return await self.work(encoded, self.texts, text, special)
+            return await self.work(encoded, self.texts, text, special and not after, after)
         except InvalidArgument as error:
             raise refusal(error, param) from error
 
-    async def text(self, tokens: Sequence[int], param: str) -> str:
-        """The text of tokens of a request."""
+    async def text(self, tokens: Sequence[int], param: str, state: SequenceState | None = None) -> str:
+        """The text of tokens of a request, perhaps after a state."""
         try:
-            return await self.work(decoded, self.texts, tokens)
+            return await self.work(decoded, self.texts, tokens, _last(state))
         except InvalidArgument as error:
             raise refusal(error, param) from error
 
@@ -207,3 +208,8 @@ class Service:
         """Raise Refused for a value beyond a limit."""
         if value > most:
             raise Refused(400, f"{function}: {name} must be at most {most}, got {value}.", param=param or name)
+
+
+def _last(state: SequenceState | None) -> Sequence[int]:
+    """The last tokens of a state, which the text after it depends on."""
+    return () if state is None else state.tokens[-LONGEST:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..models.tokenizers import Tokenizer
+from ..models.tokenizers import Tokenizer, text_after
 from .bodies import packed
 from .templates import Template
 
@@ -34,14 +34,14 @@ def own_texts() -> Texts:
     return _OWN[-1]
 
 
-def encoded(texts: Texts, text: str, special: bool) -> Sequence[int]:
-    """Tokens of a text; of an empty one, the end of the text before."""
-    found = texts.tokenizer.encode(text, special)
+def encoded(texts: Texts, text: str, special: bool, after: Sequence[int] = ()) -> Sequence[int]:
+    """Tokens of a text; of an empty one with ``special``, the end of the text before. As for ``Tokenizer.encode``."""
+    found = texts.tokenizer.encode(text, special, after)
     if not found and special and texts.tokenizer.end_of_text is not None:
         return [texts.tokenizer.end_of_text]
     return packed(found)
 
 
-def decoded(texts: Texts, tokens: Sequence[int]) -> str:
-    """The text of tokens."""
-    return texts.tokenizer.decode(tokens)
+def decoded(texts: Texts, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
+    """The text of tokens that follow those of ``after``."""
+    return text_after(texts.tokenizer, tokens, after) if after else texts.tokenizer.decode(tokens)

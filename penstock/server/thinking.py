@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from ..engine.parameters import Constraint
@@ -41,28 +42,28 @@ class ThinkingBudget:
         assert form.reasoning is not None
         self._reader = ReasoningReader(form.reasoning, form.thinking, form.opened)
         self._stream, self._left, self._inner = tokenizer.stream(), budget, inner
-        self._end = deque(tokenizer.encode(f"\n{form.reasoning.end}\n\n"))
+        self._encode = partial(tokenizer.encode, f"\n{form.reasoning.end}\n\n")
+        self._end: deque[int] | None = None
+        """The tokens that are left of the end of the reasoning. None: it has not begun."""
         self._any = b"\xff" * ((vocab_size + 7) // 8)
-        self._ends = False
-        """Whether the next tokens are the end of the reasoning."""
         self.mask = self._mask()
 
     def accept(self, token: int) -> bool:
         """Take a token; whether the inner constraint ends with it."""
         if self._inner is not None and self._inner.accept(token):
             return True
-        if self._ends:
+        if self._end:
             self._end.popleft()
-            self._ends = bool(self._end)
-        elif self._end and self._reader.stage in ("begin", "inside"):
+        elif self._end is None and self._reader.stage in ("begin", "inside"):
             self._reader.push(self._stream.push(token))
             self._left -= 1
-            self._ends = self._left <= 0 and self._reader.stage == "inside"
+            if self._left <= 0 and self._reader.stage == "inside":
+                self._end = deque(self._encode(after=[token]))
         self.mask = self._mask()
         return False
 
     def _mask(self) -> bytes:
-        if self._ends:
+        if self._end:
             mask = bytearray(len(self._any))
             mask[self._end[0] // 8] = 1 << self._end[0] % 8
             return bytes(mask)

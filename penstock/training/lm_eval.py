@@ -50,7 +50,7 @@ class Answers:
             stripped = context.rstrip()  # tokens begin with spaces, so spaces at the end belong to the continuation
             rest = context[len(stripped) :] + continuation
             before, whole = self.coder.encode(stripped), self.coder.encode(stripped + rest)
-            after = whole[len(before) :] if whole[: len(before)] == before else self.coder.encode(rest)
+            after = whole[len(before) :] if whole[: len(before)] == before else self.coder.encode(rest, after=before)
             sequences.append((before or self.begin) + after)
             counts.append(len(after))
         answers = []

@@ -31,7 +31,7 @@ class Text(Bytes):
     def __init__(self):
         self.end_of_text = None
 
-    def encode(self, text, special=False):
+    def encode(self, text, special=False, after=()):
         return [ord(letter) - ord("a") for letter in text]
 
     def decode(self, tokens):

@@ -149,6 +149,18 @@ def test_a_completion_continues_the_text_of_its_prompt(name, tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_continues_a_state(name, tmp_path):
+    """Also where the tokenizer adds a space to the begin of a text."""
+    tokenizer = tokenizer_of(name, tmp_path, ["the cat sat"] * 9)
+    engine = Engine(CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1)), tokenizer, slots=2)
+    state = engine.generate(["the cat"], SamplingParams(max_tokens=0, keep_state=True))[0].completions[0].state
+    for text in "s sat", " sat":
+        request = engine.submit(text, SamplingParams(max_tokens=1), state=state)
+        assert tokenizer.decode(request.prompt) == f"the cat{text}"
+    engine.close()
+
+
 def test_echo_and_log_probabilities_of_the_prompt(engine):
     prompt = "words " * 40
     params = SamplingParams(max_tokens=6, seed=1, echo=True, prompt_logprobs=2, logprobs=3)

@@ -167,7 +167,7 @@ def with_decoders(file):
 
 CHANGED = {
     "markers": ("bytes", with_markers), "prefix space": ("bytes", with_prefix_space), "sequence": ("bytes", with_decoders),
-    "markers of bytes": ("fallback", with_markers), "metaspace": ("fallback", with_decoders),
+    "markers of bytes": ("fallback", with_markers), "decoder of metaspace": ("fallback", with_decoders),
 }  # fmt: skip
 """Other kinds of tokenizer.json."""
 

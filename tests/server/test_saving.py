@@ -1,11 +1,15 @@
 """States of streams and chats, and chats that continue from them."""
 
+from dataclasses import replace
+
 import httpx
 import openai
 import pytest
 from live_server import running
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.errors import PenstockError, RangeError
+from penstock.models import CausalLM, gla
 from penstock.server.continuation import NotContinuable, continuation, without_overlap
 from penstock.server.limits import Limits
 from penstock.server.protocol import Message
@@ -105,6 +109,50 @@ def test_what_ended_an_answer_is_not_written_again(client, expected):
     found = client.chat.completions.create(model="tiny", messages=[BYE], **given, extra_body={"state": state})
     assert found.usage.prompt_tokens == len(added)
     assert found.choices[0].message.content == expected([*tokens, *added], stop=STOP, **given).text.lstrip()
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def spaced(request, tmp_path_factory):
+    """A server with a tokenizer, whose model writes "the", and the requests that its engine gets."""
+    tokenizer = tokenizer_of(request.param, tmp_path_factory.mktemp("tokenizers"))
+    model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1)).eval()
+    with running(model, template=JinjaTemplate("{% for one in messages %}{{ one.content }},{% endfor %}"), tokenizer=tokenizer) as live:
+        submit, sent, bias = live.engine.submit, [], {tokenizer.encode("a the")[-1]: 100.0}
+
+        def changed(prompt, params, **more):
+            sent.append(submit(prompt, replace(params, logit_bias=bias), **more))
+            return sent[-1]
+
+        live.engine.submit = changed
+        yield live, sent
+
+
+def test_texts_after_a_state_get_no_space_before_them(spaced):
+    """In chats and responses they begin with the comma that the template writes after an answer."""
+    live, sent = spaced
+    tokenizer, client = live.engine.tokenizer, live.client
+    given, kept = {"model": "tiny", "max_tokens": 1, "temperature": 0}, {"extra_body": {"save_state": True}}
+
+    def whole():
+        """The text of the last prompt, and that of the sequence which it continues."""
+        *_, earlier, last = sent
+        return tokenizer.decode(last.prompt), tokenizer.decode([*earlier.prompt, *earlier.result.tokens])
+
+    for text in "s sat", " sat":
+        state = client.completions.create(prompt="cat", **given, **kept).choices[0].state
+        found = client.completions.create(prompt=text, **given, extra_body={"state": state}, echo=True).choices[0].text
+        last, before = whole()
+        assert (last, found[: len(text)]) == (before + text, text)
+        tokens = sent[-1].prompt[len(sent[-2].prompt) + 1 :]
+        assert client.completions.create(prompt=tokens, **given, extra_body={"state": state}, echo=True).choices[0].text == found
+    state = client.chat.completions.create(messages=[HI], **given, **kept).choices[0].state
+    client.chat.completions.create(messages=[BYE], **given, extra_body={"state": state})
+    last, before = whole()
+    assert last == f"{before},Bye,"
+    first = client.responses.create(model="tiny", input="Hi", max_output_tokens=1, temperature=0)
+    client.responses.create(model="tiny", input="Bye", max_output_tokens=1, temperature=0, previous_response_id=first.id)
+    last, before = whole()
+    assert last == f"{before},Bye,"
 
 
 CHATML = (

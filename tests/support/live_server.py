@@ -87,9 +87,10 @@ def running(
     origins=(),
     tracing=None,
     hosts=(),
+    tokenizer=None,
     **options,
 ):
-    engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
+    engine = Engine(model, tokenizer or Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
     service = Service(engine, "tiny", template, limits, states_folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

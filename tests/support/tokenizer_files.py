@@ -6,8 +6,11 @@ from penstock.models.tokenizers import Bytes, HuggingFace, World
 
 
 def written(folder, texts):
-    """tokenizer.json of two kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    """tokenizer.json of three kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama and as in Mistral.
+
+    The last one adds a space to the begin of a text that has none, and a special token before it.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     of_bytes = Tokenizer(models.BPE())
     of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -26,8 +29,15 @@ def written(folder, texts):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     with_fallback.add_special_tokens(["<end>"])
+
+    metaspace = Tokenizer(models.BPE(vocab=fallback | characters | merged, merges=merges, byte_fallback=True))
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    metaspace.decoder = with_fallback.decoder
+    metaspace.add_special_tokens(["<end>", "<begin>"])
+    begin = "<begin>", metaspace.token_to_id("<begin>")
+    metaspace.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
     files = {}
-    for name, tokenizer in (("bytes", of_bytes), ("fallback", with_fallback)):
+    for name, tokenizer in (("bytes", of_bytes), ("fallback", with_fallback), ("metaspace", metaspace)):
         (folder / name).mkdir()
         files[name] = folder / name / "tokenizer.json"
         tokenizer.save(str(files[name]))
@@ -40,6 +50,7 @@ TOKENIZERS = {
     "World": lambda files: World(),
     "byte-level": lambda files: HuggingFace(files["bytes"]),
     "byte fallback": lambda files: HuggingFace(files["fallback"]),
+    "metaspace": lambda files: HuggingFace(files["metaspace"]),
 }
 """All kinds, by what ``written`` gives."""
 

@@ -5,10 +5,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from tokenizer_files import tokenizer_of
 
 from penstock import RangeError
 from penstock.errors import MissingExtra
-from penstock.models import CausalLM, load, rwkv6, save
+from penstock.models import CausalLM, gla, load, rwkv6, save
 from penstock.models.tokenizers import Bytes
 from penstock.training.lm_eval import Answers, main, register
 
@@ -49,6 +50,16 @@ def test_continuations_are_scored_after_their_context(model, answers):
         wanted, most_likely = judged(model, before + after, len(before))
         assert log_p == pytest.approx(wanted, rel=1e-4)
         assert greedy == most_likely
+
+
+def test_a_continuation_within_a_token_gets_no_space_before_it(tmp_path):
+    tokenizer = tokenizer_of("byte fallback", tmp_path)
+    model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1))
+    before, whole = tokenizer.encode("t"), tokenizer.encode("the")
+    assert whole[: len(before)] != before
+    ((log_p, _),) = Answers(model, tokenizer).loglikelihood([asked("t", "he")])
+    tokens = [*before, *(tokenizer.encode("a" + letter)[-1] for letter in "he")]
+    assert log_p == pytest.approx(judged(model, tokens, len(before))[0], rel=1e-4)
 
 
 def test_the_most_likely_continuation_is_found_out(model, answers):
