@@ -239,7 +239,7 @@ def make_service(
     """The service of one process, ready for requests; or of a replica, which finds files below ``folder``. ``cores`` sets the threads."""
     from ..server.memory import keep_flat
     from ..server.service import Service
-    from ..server.templates import find_template
+    from ..server.templates import find_template, with_markers
     from ..server.workers import take_short_turns
 
     keep_flat()
@@ -252,7 +252,7 @@ def make_service(
     template = find_template(model, coder, chat_template, tool_parser, reasoning_parser)
     kind = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
     weights = load(model, dtype=kind, device=device, state=own_state, quantize=quantize)  # type: ignore[arg-type]
-    engine = Engine(weights.eval(), coder, **settings, **read(model, states, adapters, alpha))
+    engine = Engine(weights.eval(), with_markers(coder, template), **settings, **read(model, states, adapters, alpha))
     engine.warm_up()
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     service.processes.start()

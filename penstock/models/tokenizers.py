@@ -14,7 +14,8 @@ import codecs
 import json
 import re
 from ast import literal_eval
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,11 +209,14 @@ class HuggingFace:
             complaints = Complaints("HuggingFace")
             complaints.add(RangeError, "file", f"a {HF_FILE} that tokenizers reads", f"{str(file)!r} ({error})")
             complaints.raise_any()
-        vocab = self._rust.get_vocab()
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self._read()
         found = self._find_ends(Path(file).parent)
         self.end_of_text, self.ends = next(iter(found), None), frozenset(found)
         """The first token that ends a text, and all of them: models for chats have others that end a message."""
+
+    def _read(self) -> None:
+        vocab = self._rust.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
         self.text_tokens = set(vocab.values()) - special
         """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
@@ -247,6 +251,18 @@ class HuggingFace:
             return None
         marked = {token: text.replace(SPACE, " ").encode() for text, token in self._rust.get_vocab().items()}
         return [marked.get(token, b"") if one is None else one for token, one in enumerate(found)]
+
+    def with_texts(self, texts: Collection[str]) -> HuggingFace:
+        """A tokenizer whose special tokens of these texts are text: ``decode`` keeps them. This one, if none of its special tokens is."""
+        if not any(one.special and one.content in texts for one in self._rust.get_added_tokens_decoder().values()):
+            return self
+        content, made = json.loads(self.to_json()), copy(self)
+        for one in content["added_tokens"]:
+            one["special"] &= one["content"] not in texts
+        made._rust = self._rust.from_str(json.dumps(content))
+        made.__dict__.pop("token_bytes", None)
+        made._read()
+        return made
 
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""

@@ -68,7 +68,7 @@ def _thought(form: AnswerForm, lines: list[str]) -> str:
     if form.reasoning is None:
         return ""
     begin = "" if form.thinking else f"{_quoted(form.reasoning.begin.removeprefix(form.opened))} "
-    lines += [r"thought: thinking /\n{0,2}/", "thinking[lazy]: THINKING", f"THINKING: {begin}{ANY} {_quoted(form.reasoning.end)}"]
+    lines += [r"thought: thinking / ?\n{0,2}/", "thinking[lazy]: THINKING", f"THINKING: {begin}{ANY} {_quoted(form.reasoning.end)}"]
     return "thought " if form.thinking or form.opened else "thought? "
 
 

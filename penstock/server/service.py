@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..engine import Engine, SamplingParams, SequenceState
-from ..errors import InvalidArgument, QueueFull, shortened
+from ..errors import Complaints, InvalidArgument, QueueFull, RangeError, shortened
 from ..models.tokenizers import LONGEST, Tokenizer
 from .caller import LARGE, current
 from .errors import Refused, refusal, shutting_down
@@ -22,7 +22,7 @@ from .metrics import Metrics
 from .processes import Processes
 from .protocol import SamplingBody
 from .states import States
-from .templates import Template
+from .templates import Template, with_markers
 from .texts import Texts, decoded, encoded
 from .workers import Workers
 
@@ -37,7 +37,7 @@ class Service:
     """One model behind HTTP.
 
     engine : Engine
-        With a tokenizer. The service starts its thread.
+        With a tokenizer, one of ``with_markers`` for a template. The service starts its thread.
     name : str
         The name of the model in requests.
     template : Template, optional
@@ -50,6 +50,12 @@ class Service:
         self, engine: Engine, name: str, template: Template | None = None, limits: Limits | None = None,
         states_folder: Path | None = None,
     ) -> None:  # fmt: skip
+        if with_markers(engine.tokenizer, template) is not engine.tokenizer:
+            complaints = Complaints("Service")
+            rule, got = "one that decodes the markers of the template", "one in which some of them are special tokens"
+            remedy = "Create the engine with penstock.server.templates.with_markers(tokenizer, template)."
+            complaints.add(RangeError, "the tokenizer of engine", rule, got, remedy)
+            complaints.raise_any()
         self.engine, self.name, self.template = engine, name, template
         self.models: dict[str, str | None] = {name: None, **{f"{name}:{tuning}": tuning for tuning in engine.tunings}}
         """The names that requests may have as ``model``, and the tuning of each."""

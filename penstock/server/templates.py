@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ..errors import Complaints, RangeError, shortened
 from ..files import read_text
-from ..models.tokenizers import Tokenizer, World
+from ..models.tokenizers import HuggingFace, Tokenizer, World
 from .families import CALLS, REASONING, CallForm, ReasoningForm, recognised_calls, recognised_reasoning
 from .protocol import Message
 from .tools import Function
@@ -237,6 +237,13 @@ def find_template(
         return WorldTemplate(calls, reasoning)
     template.calls, template.reasoning = calls, reasoning
     return template
+
+
+def with_markers(tokenizer: Tokenizer, template: Template | None) -> Tokenizer:
+    """A tokenizer that decodes the markers of calls and reasoning of a template, also where they are special tokens of its file."""
+    forms = [] if template is None else [form for form in (template.calls, template.reasoning) if form is not None]
+    markers = {marker for form in forms for marker in (form.begin, form.end) if marker}
+    return tokenizer.with_texts(markers) if isinstance(tokenizer, HuggingFace) else tokenizer
 
 
 def _jinja(folder: Path, file: Path | None) -> JinjaTemplate | None:

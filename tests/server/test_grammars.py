@@ -2,12 +2,13 @@
 
 import json
 import re
+from functools import partial
 
 import openai
 import pytest
 import torch
 from architectures import randomised
-from tokenizer_files import TOKENIZERS, tokenizer_of, written
+from tokenizer_files import MARKERS, TOKENIZERS, add_markers, tokenizer_of, written
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
@@ -138,18 +139,6 @@ def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
     assert ended
 
 
-MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-
-
-def with_markers(file):
-    """Tokens that a model was trained to write, as in Qwen's files."""
-    from tokenizers import AddedToken, Tokenizer
-
-    made = Tokenizer.from_file(str(file))
-    made.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
-    made.save(str(file))
-
-
 def with_prefix_space(file):
     content = json.loads(file.read_text("utf-8"))
     content["pre_tokenizer"]["add_prefix_space"] = True
@@ -166,8 +155,10 @@ def with_decoders(file):
 
 
 CHANGED = {
-    "markers": ("bytes", with_markers), "prefix space": ("bytes", with_prefix_space), "sequence": ("bytes", with_decoders),
-    "markers of bytes": ("fallback", with_markers), "decoder of metaspace": ("fallback", with_decoders),
+    "markers": ("bytes", partial(add_markers, special=False)), "special markers": ("bytes", partial(add_markers, special=True)),
+    "prefix space": ("bytes", with_prefix_space), "sequence": ("bytes", with_decoders),
+    "markers of bytes": ("fallback", partial(add_markers, special=False)), "decoder of metaspace": ("fallback", with_decoders),
+    "special markers of bytes": ("fallback", partial(add_markers, special=True)),
 }  # fmt: skip
 """Other kinds of tokenizer.json."""
 
@@ -179,10 +170,10 @@ def changed(name, folder, texts):
     kind, change = CHANGED[name]
     file = written(folder, texts)[kind]
     change(file)
-    return HuggingFace(file)
+    return HuggingFace(file).with_texts(MARKERS)
 
 
-@pytest.mark.parametrize("name", ["markers", "markers of bytes"])
+@pytest.mark.parametrize("name", [name for name in CHANGED if "markers" in name])
 def test_markers_may_be_tokens(name, tmp_path):
     tokenizer = changed(name, tmp_path, ["the cat"])
     lark = f"start: {json.dumps(MARKERS[0])} /a+/ {json.dumps(MARKERS[1])}"

@@ -3,25 +3,21 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-from live_server import VOCAB
-
-END = VOCAB - 1
-
 
 class Script:
-    """A constraint of the engine that allows one text, and after it the end, or what another constraint allows."""
+    """A constraint of the engine that allows some tokens, and after them what another constraint allows."""
 
-    def __init__(self, text, inner, ends):
-        self._tokens, self._inner, self._ends = [*text.encode(), *[END] * ends], inner, ends
+    def __init__(self, tokens, inner, vocab_size):
+        self._tokens, self._inner, self._free = [*tokens], inner, b"\xff" * (-(-vocab_size // 8))
         self.mask = self._mask()
 
     def _mask(self):
         if self._tokens:
-            mask = bytearray((VOCAB + 7) // 8)
+            mask = bytearray(len(self._free))
             mask[self._tokens[0] // 8] = 1 << self._tokens[0] % 8
-            assert self._inner is None or self._inner.mask[self._tokens[0] // 8] >> self._tokens[0] % 8 & 1, bytes(self._tokens)
+            assert self._inner is None or self._inner.mask[self._tokens[0] // 8] >> self._tokens[0] % 8 & 1, self._tokens
             return bytes(mask)
-        return b"\xff" * VOCAB if self._inner is None else self._inner.mask
+        return self._free if self._inner is None else self._inner.mask
 
     def accept(self, token):
         if self._tokens:
@@ -35,12 +31,12 @@ class Script:
 @contextmanager
 def scripted(engine, *texts, ends=True):
     """The next completions of an engine are these texts, within what their requests allow. Yields the prompts, as they come."""
-    submit, left, prompts = engine.submit, list(texts), []
+    submit, left, prompts, tokenizer = engine.submit, list(texts), [], engine.tokenizer
 
     def changed(prompt, params, **more):
-        given, text = params.constraint, left.pop(0)
-        prompts.append(engine.tokenizer.decode(prompt))
-        return submit(prompt, replace(params, constraint=lambda: Script(text, given and given(), ends)), **more)
+        given, tokens = params.constraint, [*tokenizer.encode(left.pop(0), after=prompt), *[tokenizer.end_of_text] * ends]
+        prompts.append(tokenizer.decode(prompt))
+        return submit(prompt, replace(params, constraint=lambda: Script(tokens, given and given(), engine.vocab_size)), **more)
 
     engine.submit = changed
     try:

@@ -45,6 +45,18 @@ def written(folder, texts):
     return files
 
 
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+def add_markers(file, special):
+    """Tokens that a model was trained to write: as in Qwen's files, or as special ones."""
+    from tokenizers import AddedToken, Tokenizer
+
+    made = Tokenizer.from_file(str(file))
+    made.add_tokens([AddedToken(text, normalized=False, special=special) for text in MARKERS])
+    made.save(str(file))
+
+
 TOKENIZERS = {
     "Bytes": lambda files: Bytes(257),
     "World": lambda files: World(),
