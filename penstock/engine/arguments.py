@@ -175,8 +175,10 @@ def checked_request(
     if not tokens and state is not None and state.aligned == len(state.tokens):  # the state has no logits after its last token
         remedy = "Or make the state of one token less, and give this token."
         complaints.add(ShapeError, "prompt", "at least one token after a state of max_tokens 0 and whole chunks of 64", "none", remedy)
-    if params.stop and tokenizer is None:
-        complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
+    for name in ("stop", "late_stop"):
+        if getattr(params, name) and tokenizer is None:
+            rule = "empty, because the engine has no tokenizer"
+            complaints.add(RangeError, name, rule, shortened(getattr(params, name)), "Use stop_ids.")
     largest = max(params.logit_bias, default=0)
     if largest >= vocab_size:
         complaints.add(RangeError, "logit_bias", f"of tokens from 0 to {vocab_size - 1}", f"one of token {shortened(largest)}")

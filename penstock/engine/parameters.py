@@ -39,6 +39,16 @@ class Constraint(Protocol):
         """Take a token and set the next mask. Returns whether the completion ends here. If it raises, the request fails."""
 
 
+class Prelude(Protocol):
+    """Finds the begin of a completion's text in which fewer stop texts count, such as reasoning."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take a text. Returns more of the begin, and what comes after it. What may be either is held back."""
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen, and when a sequence ends. Raises DtypeError or RangeError.
@@ -71,6 +81,10 @@ class SamplingParams:
     """Equal seeds give equal tokens, whatever the other requests are. None: a random seed."""
     stop: tuple[str, ...] = ()
     """End before the first of these texts that is complete (after it with ``include_stop``). Needs a tokenizer."""
+    late_stop: tuple[str, ...] = ()
+    """Likewise, but only in the text after the begin that ``prelude`` finds."""
+    prelude: Callable[[], Prelude] | None = None
+    """Returns what finds this begin of each completion."""
     stop_ids: tuple[int, ...] = ()
     """End at one of these tokens, which must be below the vocabulary's size. The result's tokens include it, its text does not."""
     include_stop: bool = False
@@ -92,7 +106,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_ids"):
+        for name in ("stop", "late_stop", "stop_ids"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.logit_bias, Mapping):
@@ -110,6 +124,9 @@ class SamplingParams:
         if type(self.min_tokens) is type(self.max_tokens) is int and 0 <= self.max_tokens < self.min_tokens:
             complaints.add(RangeError, "min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
         _check_items(complaints, "stop", self.stop, str, "non-empty texts")
+        _check_items(complaints, "late_stop", self.late_stop, str, "non-empty texts")
+        if self.late_stop and self.prelude is None:
+            complaints.add(RangeError, "late_stop", "empty without a prelude", described(self.late_stop), "Pass the texts as stop.")
         _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
         if isinstance(self.stop_ids, tuple) and (negative := [one for one in self.stop_ids if isinstance(one, int) and one < 0]):
             complaints.add(RangeError, "stop_ids", "tokens of at least 0", negative[0])
@@ -121,8 +138,9 @@ class SamplingParams:
         for name in ("include_stop", "ignore_end", "keep_state", "echo"):
             if not isinstance(getattr(self, name), bool):
                 complaints.add(DtypeError, name, "True or False", described(getattr(self, name)))
-        if self.constraint is not None and not callable(self.constraint):
-            complaints.add(DtypeError, "constraint", "a callable or None", described(self.constraint))
+        for name in ("prelude", "constraint"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                complaints.add(DtypeError, name, "a callable or None", described(getattr(self, name)))
         complaints.raise_any()
 
     @cached_property

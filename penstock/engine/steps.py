@@ -24,7 +24,7 @@ from .scoring import add_rows, to_logprobs
 from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
-from .text import TextStream
+from .text import text_stream
 
 TURN = 512
 """Prompt tokens that a client gets per turn, if the prompt budget adapts."""
@@ -74,7 +74,7 @@ class Steps:
                     _check_mask(constraint)
             for index in range(params.n):
                 decoder = None if tokenizer is None else tokenizer.stream(request.prompt)
-                text = None if decoder is None else TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
+                text = None if decoder is None else text_stream(decoder, params)
                 one = Sequence(request, index, list(request.prompt), text=text)
                 one.constraint = constraint_of(one, self.ends, self.runner.sampler.vocab_size)
                 one.row = Row.of(one)

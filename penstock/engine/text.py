@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
+
+from .parameters import Prelude, SamplingParams
 
 
 class Decoder(Protocol):
@@ -129,3 +131,51 @@ class TextStream:
         self._node, keep = node, len(text) - stop.depth[node]
         self._held = text[keep:]
         return text[:keep]
+
+
+class Passed:
+    """The decoder of a ``TextStream`` whose tokens are texts."""
+
+    push = staticmethod(str)
+
+    def finish(self) -> str:
+        """Nothing is held back."""
+        return ""
+
+
+class LateTextStream:
+    """A ``TextStream`` whose text after its prelude is searched for more stop strings."""
+
+    def __init__(self, first: TextStream, prelude: Prelude, stop: tuple[str, ...], include_stop: bool = False, least: int = 0) -> None:
+        self._first, self._prelude = first, prelude
+        passed: Any = Passed()
+        self._rest: Any = TextStream(passed, stop, include_stop, least)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found first. No more text follows."""
+        return self._rest.stopped_by or self._first.stopped_by
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stopped_by is not None
+
+    def push(self, token: int) -> str:
+        """The text that no later token can change."""
+        before, after = self._prelude.push(self._first.push(token))
+        return before + str(self._rest.push(after))
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        before, after = self._prelude.push(self._first.finish())
+        held, more = self._prelude.finish()
+        return f"{before}{held}{self._rest.push(after + more)}{self._rest.finish()}"
+
+
+def text_stream(decoder: Decoder, params: SamplingParams) -> TextStream | LateTextStream:
+    """What makes the text of a completion."""
+    first = TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
+    if params.prelude is None or not params.late_stop:
+        return first
+    return LateTextStream(first, params.prelude(), params.late_stop, params.include_stop, params.min_tokens)

@@ -94,7 +94,7 @@ async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Jo
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await service.params(
         body, FUNCTION, wanted or service.limits.max_tokens, ready.stops, logprobs=logprobs, constraint=ready.constraint,
-        keep_state=body.save_state,
+        prelude=ready.prelude, keep_state=body.save_state,
     )  # fmt: skip
     tokens = await service.tokens(ready.prompt, "messages", special=False, state=state)
     known = len(tokens) + (0 if state is None else len(state.tokens))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..engine.parameters import Constraint
+from ..engine.parameters import Constraint, Prelude
 from .answers import AnswerForm
 from .call_grammars import call_grammar, styled
 from .continuation import NotContinuable, continuation, without_overlap
@@ -19,6 +19,7 @@ from .protocol import Message, ResponseFormat
 from .service import Service
 from .templates import Template
 from .texts import Texts
+from .thinking import Thought
 from .tools import Function, NamedTool
 
 
@@ -60,6 +61,11 @@ class Prepared:
     form: AnswerForm
     constraint: Callable[[], Constraint] | None
     stops: tuple[str, ...]
+
+    @property
+    def prelude(self) -> Callable[[], Prelude] | None:
+        """What finds the part of an answer in which the client's stop texts do not count."""
+        return None if self.form.reasoning is None else partial(Thought, self.form)
 
 
 Render = Callable[[Texts], str]

@@ -72,7 +72,7 @@ async def _job(service: Service, template: Template, body: MessagesBody) -> tupl
     constraint, budget = ready.constraint, None if body.thinking is None else body.thinking.budget_tokens
     if budget is not None:
         constraint = within_budget(service.tokenizer, service.engine.vocab_size, ready.form, budget, constraint)
-    params = await service.params(body.sampling, FUNCTION, body.max_tokens, ready.stops, constraint=constraint)
+    params = await service.params(body.sampling, FUNCTION, body.max_tokens, ready.stops, constraint=constraint, prelude=ready.prelude)
     return Job(await service.tokens(ready.prompt, "messages", special=False), params), ready.form
 
 

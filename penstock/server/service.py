@@ -109,15 +109,16 @@ class Service:
         return self.template
 
     async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
-        """Sampling parameters of a request; the caller gets its other fields. A ``constraint``
-        among ``more`` is for the response_format. Raises Refused or InvalidArgument.
+        """Sampling parameters of a request; the caller gets its other fields. ``stops`` are texts that end an answer beside those of the
+        client. A ``constraint`` among ``more`` is for the response_format; with a ``prelude``, the client's stop texts count after it.
+        Raises Refused or InvalidArgument.
         """
         limits, size, caller = self.limits, self.engine.vocab_size, current()
         if body.priority < caller.key.priority:
             message = f"{function}: priority must be at least {caller.key.priority} with this key, got {body.priority}."
             raise Refused(403, message, kind="permission_error", param="priority", code="priority_not_allowed")
         caller.cache_salt, caller.priority = body.cache_salt, body.priority
-        given = [body.stop] if isinstance(body.stop, str) else body.stop
+        given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         bias = {int(token): value for token, value in body.logit_bias.items()}
         self.check(function, "max_tokens", limits.max_tokens, max_tokens)
         self.check(function, "n", limits.n, body.n)
@@ -130,11 +131,12 @@ class Service:
         schema = None if "constraint" in more else wanted_schema(body.response_format)
         if schema is not None:
             more["constraint"] = await self.compiled(function, self.grammars.compile, schema, function)
+        more |= {"stop": (*given, *stops)} if more.get("prelude") is None else {"stop": tuple(stops), "late_stop": given}
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens,
             temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
             presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=body.seed, stop=(*given, *stops),
+            repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=body.seed,
             stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,
         )  # fmt: skip
 

@@ -31,6 +31,28 @@ def thinking_variables(template: Template, wanted: Literal["enabled", "disabled"
     return {}
 
 
+class Thought:
+    """A ``Prelude`` of the engine: the reasoning at the begin of an answer, with its markers and the white space around it."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        assert form.reasoning is not None
+        self._reader, self._held = ReasoningReader(form.reasoning, form.thinking, form.opened), ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """More of the reasoning, and the text after it."""
+        self._held += text
+        _, rest = self._reader.push(text)
+        if self._reader.stage == "begin":
+            return "", ""
+        found, self._held = self._held[: len(self._held) - len(rest)], ""
+        return found, rest
+
+    def finish(self) -> tuple[str, str]:
+        """The begin of a marker that did not become whole: no reasoning."""
+        held, self._held = self._held, ""
+        return "", held
+
+
 class ThinkingBudget:
     """A constraint of the engine that ends the reasoning of an answer after some tokens: the tokens after these are its end.
 

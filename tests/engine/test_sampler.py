@@ -441,7 +441,8 @@ def test_tokens_beyond_the_vocabulary_of_the_tokenizer_are_never_sampled():
     "options",
     [{"temperature": -1}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2}, {"n": 0},
      {"max_tokens": -1}, {"logprobs": 21}, {"repetition_penalty": 0}, {"seed": 2**64}, {"presence_penalty": math.nan},
-     {"temperature": 10**400}, {"presence_penalty": -(10**400)}, {"frequency_penalty": 10**400}, {"repetition_penalty": 10**400}],
+     {"temperature": 10**400}, {"presence_penalty": -(10**400)}, {"frequency_penalty": 10**400}, {"repetition_penalty": 10**400},
+     {"late_stop": ("a",)}],
     ids=str,
 )  # fmt: skip
 def test_values_outside_of_their_range_are_refused(options):
@@ -455,7 +456,7 @@ def test_values_outside_of_their_range_are_refused(options):
     [{"temperature": "1"}, {"n": 1.5}, {"stop": ("",)}, {"stop": 3}, {"stop_ids": ("a",)}, {"logit_bias": {1: math.nan}},
      {"logit_bias": {True: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1: -(10**400)}},
      {"logit_bias": {1: True}}, {"logit_bias": [1]}, {"n": True}, {"echo": 1}, {"keep_state": "no"}, {"ignore_end": None},
-     {"include_stop": 0}, {"constraint": 3}],
+     {"include_stop": 0}, {"constraint": 3}, {"prelude": 3}],
     ids=str,
 )  # fmt: skip
 def test_values_of_wrong_types_are_refused(options):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.engine import Engine, SamplingParams
-from penstock.engine.text import StopStrings, TextStream
+from penstock.engine.text import StopStrings, TextStream, text_stream
 from penstock.models import CausalLM, gla
 from penstock.models.tokenizers import Bytes
 
@@ -49,6 +49,63 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, sizes, s
     else:  # the one that is complete first counts, and the longest of several
         end, size = min(ends)
         assert (found, stream.stopped_by) == (text[: end if include else end + size], text[end + size : end])
+
+
+class Until:
+    """A prelude up to the first of some letter, or none: it holds back what has not got there."""
+
+    def __init__(self, letter):
+        self.letter, self.held, self.over = letter, "", False
+
+    def push(self, text):
+        if self.over:
+            return "", text
+        self.held += text
+        before, found, after = self.held.partition(self.letter)
+        self.over = found != ""
+        return (before + found, after) if found else ("", "")
+
+    def finish(self):
+        return "", "" if self.over else self.held
+
+
+@given(
+    st.text("aé🙂b|", max_size=30),
+    st.lists(st.integers(1, 5), max_size=20),
+    st.lists(st.text("aéb|", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.lists(st.text("aé🙂b|", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+@example("a|b", [1], ["a", "|", "|b"], [], False)
+@example("aa|aab", [2], ["ab"], ["a|a"], True)
+def test_late_stop_strings_count_after_the_prelude(text, sizes, late, stop, include):
+    """Those that count everywhere are found as if there were no others, unless a late one is before them."""
+    decoder, tokens = pieces_of(text.encode(), sizes)
+    stream = text_stream(decoder, SamplingParams(stop=tuple(stop), late_stop=tuple(late), prelude=lambda: Until("|"), include_stop=include))
+    found = ""
+    for token in tokens:
+        found += stream.push(token)
+        if stream.stopped:
+            break
+    found += stream.finish()
+    first, whole = TextStream(Letters(), tuple(stop), include), ""
+    for letter in [*text, None]:
+        whole += first.finish() if letter is None else first.push(letter)
+    before, mark, after = whole.partition("|")
+    second, rest = TextStream(Letters(), tuple(late), include), ""
+    for letter in [*(after if mark else whole), None]:
+        rest += second.finish() if letter is None else second.push(letter)
+    assert found == (before + mark if mark else "") + rest
+    assert stream.stopped_by == (second.stopped_by or first.stopped_by)
+
+
+class Letters:
+    """A decoder whose tokens are letters."""
+
+    push = staticmethod(str)
+
+    def finish(self):
+        return ""
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string():

@@ -71,6 +71,61 @@ def test_a_prompt_that_ends_within_the_marker(model, answer):
             assert [(one.type, getattr(one, one.type)) for one in send(live, thinking={"type": kind}).content] == [("text", "So")]
 
 
+STOPPED = {
+    "in the reasoning": ("a stop b</think>So", "So", None),
+    "in both": ("a stop b</think>\n\nSo stop it", "So ", "stop"),
+    "across the end": ("a st</think>op", "op", None),
+    "not at all": ("a</think>So", "So", None),
+    "in the marker": ("a</think>think", "t", "hin"),
+    "no end of reasoning": ("a stop b", "", None),
+}
+"""Answers, their content, and what stops them."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("api", ["chat", "messages"])
+@pytest.mark.parametrize("case", STOPPED)
+def test_stop_texts_of_clients_count_after_the_reasoning(switched, api, case, begun, stream):
+    text, content, stopped = STOPPED[case]
+    (variable,) = {"enable_thinking", "thinking"} & {*switched.service.template.variables}
+    with scripted(switched.engine, text if begun else f" <think>{text}"):
+        if api == "chat":
+            extra = {"chat_template_kwargs": {variable: begun}}
+            given = {"model": "tiny", "messages": ASK, "stop": ["stop", "hin"], "max_tokens": 100, "extra_body": extra}
+            found = switched.client.chat.completions.create(**given, stream=stream)
+            pieces = [one.choices[0].delta if stream else one.choices[0].message for one in (found if stream else [found])]
+            parts = ["".join(getattr(one, name, None) or "" for one in pieces) for name in ("reasoning_content", "content")]
+        else:
+            with closing(anthropic.Anthropic(base_url=switched.url, api_key=KEY, max_retries=0)) as client:
+                extra = {"thinking": {"type": "enabled" if begun else "disabled"}}
+                given = {"model": "tiny", "messages": ASK, "stop_sequences": ["stop", "hin"], "max_tokens": 100, "extra_body": extra}
+                if stream:
+                    with client.messages.stream(**given) as events:
+                        found = events.get_final_message()
+                else:
+                    found = client.messages.create(**given)
+            parts = ["".join(getattr(one, kind) for one in found.content if one.type == kind) for kind in ("thinking", "text")]
+            assert (found.stop_reason, found.stop_sequence) == ("stop_sequence" if stopped else "end_turn", stopped)
+    assert parts == [text.partition("</think>")[0], content]
+
+
+@pytest.mark.parametrize("answer", ["<tag", "<thorough stop", " stop"])
+def test_stop_texts_count_from_the_begin_of_an_answer_without_reasoning(switched, answer):
+    with scripted(switched.engine, answer):
+        found = send(switched, stop_sequences=["<t", "stop"])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "stop" if answer == " stop" else "<t")
+    assert [one.text for one in found.content if one.text] == ([" "] if answer == " stop" else [])
+
+
+def test_what_ends_a_turn_of_the_template_ends_reasoning_too(model):
+    template = WorldTemplate(reasoning=REASONING["think"])
+    with running(model, template=template) as live, scripted(live.engine, ">Hm stop\n\nUser:", ends=False):
+        found = send(live, thinking={"type": "enabled"}, stop_sequences=["stop"])
+    assert [(one.type, one.thinking) for one in found.content] == [("thinking", "Hm stop")]
+    assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
+
+
 THOUGHT = "Hm. Hm. Hm"
 
 
