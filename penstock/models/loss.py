@@ -48,7 +48,8 @@ def linear_cross_entropy(
     Gradients are computed in the forward pass, chunk by chunk; the backward pass only multiplies them (for ``reduction="none"``, it
     recomputes the logits). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
     sum over chunks of the gradient of the weight, are float32 (float64 for float64 x). The gradient of the weight is rounded to its dtype
-    once, after the multiplication. On NVIDIA GPUs, since torch 2.11, the gradient of x is too, and no product of a chunk is rounded.
+    once, after the multiplication. On NVIDIA GPUs, since torch 2.11, the gradient of x is too, and no product of a chunk is rounded, except
+    in compiled graphs. A graph takes any number of tokens.
 
     x : Tensor [...,C]
     weight : Tensor [V,C]
@@ -116,29 +117,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction, chunk_tokens: int) -> Tensor:
         ctx.options, ctx.dtype = (ignore_index, reduction, chunk_tokens), x.dtype
-        counted = labels != ignore_index
-        one = x.new_ones((), dtype=state_dtype(x.dtype))
-        share = 1 / counted.sum().to(one.dtype) if reduction == "mean" else one
-        if reduction == "none":
-            ctx.save_for_backward(x, weight, labels, counted)
-            return _pass(x, weight, labels, counted, one, (False, False), chunk_tokens)[0]
-        now, later = share, one
-        if x.dtype == torch.float16:
-            # gradients of a mean would underflow: the factor is applied in the backward pass, after the loss scale
-            down = 1 << (int(min(chunk_tokens, len(labels))) // FLOAT16_TOKENS).bit_length()
-            now = one * FLOAT16_SCALE if _float32_products(x, weight) else one / down
-            later = share.masked_fill(share.isinf(), 0) / now
-        losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
-        ctx.save_for_backward(x, weight, labels, counted, dx, dweight, later)
-        return losses.sum() * share
+        wanted = (False, False) if reduction == "none" else ctx.needs_input_grad[:2]
+        loss, *found = _losses(x, weight, labels, None, ctx.options, wanted)
+        ctx.save_for_backward(x, weight, labels, *found)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, counted, *found = ctx.saved_tensors
+        x, weight, labels, *found = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_again(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2]), None, None, None, None
         if ctx.options[1] == "none":
-            _, *found = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
+            _, *found, _ = _losses(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2])
             dx, dweight = (None if one is None else one.to(ctx.dtype) for one in found)
             return dx, dweight, None, None, None, None
         dx, dweight, later = found
@@ -147,6 +137,68 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=ctx.dtype)) for one in (dx, dweight)
         )  # fmt: skip
         return dx, dweight, None, None, None, None
+
+
+Options = tuple[int, Reduction, int]
+"""``ignore_index``, ``reduction`` and ``chunk_tokens``."""
+Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+"""The loss, or for "none" those of the tokens; gradients of x and weight where they are wanted; and the factor that these still need."""
+
+
+def _losses(x: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor | None, options: Options, wanted: tuple[bool, bool]) -> Losses:
+    """Losses and gradients. ``upstream``: the gradients of the losses, only for "none"."""
+    call = x, weight, labels, upstream, *options, *wanted, _float32_products(x, weight)
+    if not torch.compiler.is_compiling():
+        return _computed(*call)
+    loss, dx, dweight, later = _in_graphs(*call)
+    return loss, dx if wanted[0] else None, dweight if wanted[1] else None, later
+
+
+def _computed(
+    x: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor | None, ignore_index: int, reduction: str, chunk_tokens: int,
+    wants_dx: bool, wants_dweight: bool, wide: bool,
+) -> Losses:  # fmt: skip
+    """``_losses``; ``wide`` as ``_float32_products``."""
+    counted, wanted = labels != ignore_index, (wants_dx, wants_dweight)
+    one = x.new_ones((), dtype=state_dtype(x.dtype))
+    if reduction == "none":
+        given = one.expand(labels.shape) if upstream is None else upstream
+        return *_pass(x, weight, labels, counted, given, wanted, chunk_tokens, wide), one
+    share = 1 / counted.sum().to(one.dtype) if reduction == "mean" else one
+    now, later = share, one
+    if x.dtype == torch.float16:
+        # gradients of a mean would underflow: the factor is applied in the backward pass, after the loss scale
+        down = 1 << (min(chunk_tokens, len(labels)) // FLOAT16_TOKENS).bit_length()
+        now = one * FLOAT16_SCALE if wide else one / down
+        later = share.masked_fill(share.isinf(), 0) / now
+    losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), wanted, chunk_tokens, wide)
+    return losses.sum() * share, dx, dweight, later
+
+
+@torch.library.custom_op("penstock::linear_cross_entropy", mutates_args=())
+def _in_graphs(
+    x: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor | None, ignore_index: int, reduction: str, chunk_tokens: int,
+    wants_dx: bool, wants_dweight: bool, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``_computed`` in compiled graphs. They would unroll the loop over chunks, and so be compiled again for each number of tokens.
+
+    A gradient that is not wanted is an empty tensor.
+    """
+    loss, dx, dweight, later = _computed(
+        x, weight, labels, upstream, ignore_index, reduction, chunk_tokens, wants_dx, wants_dweight, wide
+    )  # fmt: skip
+    return loss, x.new_empty(0) if dx is None else dx, x.new_empty(0) if dweight is None else dweight, later
+
+
+@_in_graphs.register_fake
+def _(
+    x: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor | None, ignore_index: int, reduction: str, chunk_tokens: int,
+    wants_dx: bool, wants_dweight: bool, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype = state_dtype(x.dtype)
+    loss = x.new_empty(labels.shape if reduction == "none" else (), dtype=dtype)
+    dx = torch.empty_like(x, dtype=dtype if wide else x.dtype) if wants_dx else x.new_empty(0)
+    return loss, dx, torch.empty_like(weight, dtype=dtype) if wants_dweight else x.new_empty(0), x.new_empty((), dtype=dtype)
 
 
 def _formula(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction) -> Tensor:
@@ -167,13 +219,13 @@ def _again(
 
 
 def _pass(
-    x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, wanted: tuple[bool, bool], chunk_tokens: int
+    x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, wanted: tuple[bool, bool], chunk_tokens: int, wide: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Losses [T], and the gradients of x and weight for the gradients [T] of the losses.
 
     The gradient of the weight is not rounded to its dtype, that of x only where products are.
     """
-    return CROSS_ENTROPY(_Pass(x, weight, labels, counted, gradient, wanted, chunk_tokens))
+    return CROSS_ENTROPY(_Pass(x, weight, labels, counted, gradient, wanted, chunk_tokens, wide))
 
 
 class _Pass(NamedTuple):
@@ -186,22 +238,23 @@ class _Pass(NamedTuple):
     gradient: Tensor
     wanted: tuple[bool, bool]
     chunk_tokens: int
+    wide: bool
+    """As ``_float32_products``."""
 
 
 def _in_chunks(c: _Pass, of_chunk: Callable[[Tensor, slice, Tensor | None, Tensor], Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``_pass`` with a function of the logits of a chunk, the chunk and the gradients of its losses, which writes the losses."""
     x, weight, wanted = c.x, c.weight, c.wanted
     losses = x.new_empty(c.labels.shape, dtype=state_dtype(x.dtype))
-    wide = _float32_products(x, weight)
-    dx = torch.empty_like(x, dtype=losses.dtype if wide else x.dtype) if wanted[0] else None
+    dx = torch.empty_like(x, dtype=losses.dtype if c.wide else x.dtype) if wanted[0] else None
     dweight = torch.zeros_like(weight, dtype=losses.dtype) if wanted[1] else None
     for begin in range(0, len(c.labels), c.chunk_tokens):
         part = slice(begin, begin + c.chunk_tokens)
         logits = of_chunk(x[part] @ weight.T, part, c.gradient[part] if any(wanted) else None, losses[part])
         if dx is not None:
-            _add_product(dx[part], logits, weight, 0, wide)
+            _add_product(dx[part], logits, weight, 0, c.wide)
         if dweight is not None:
-            _add_product(dweight, logits.T, x[part], 1, wide)
+            _add_product(dweight, logits.T, x[part], 1, c.wide)
         del logits  # its memory is free for those of the next chunk
     return losses, dx, dweight
 
@@ -224,7 +277,7 @@ def _by_torch(c: _Pass) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _draw(draw: Draw) -> _Pass:
     V = draw.size(130, 32000)
     x, weight, labels = draw("x", 7, 24), draw("weight", V, 24, scale=0.3), draw.whole([0, 129, -100, 64, 3, 128, 1])
-    return _Pass(x, weight, labels, labels >= 0, draw("gradient", 7, wide=True), (True, True), 5)
+    return _Pass(x, weight, labels, labels >= 0, draw("gradient", 7, wide=True), (True, True), 5, _float32_products(x, weight))
 
 
 CROSS_ENTROPY: Chain[_Pass, tuple[Tensor, Tensor | None, Tensor | None]] = Chain(

@@ -338,6 +338,26 @@ def test_compiled_layers_have_equal_gradients(name: str, ids: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", every(5, list(ARCHITECTURES)))
+def test_a_loss_is_compiled_once_for_all_lengths(name: str) -> None:
+    """With its gradients, and with any number of chunks."""
+    torch._dynamo.reset()
+    model = model_of(name)
+
+    def loss(ids: Tensor) -> Tensor:
+        return model.loss(ids, ids, chunk_tokens=16)
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (5, 8, 30, 70):
+            given = torch.arange(BATCH * tokens).view(BATCH, tokens) * 5 % SIZES["vocab_size"]
+            found, wanted = compiled(given), loss(given)
+            assert error(found, wanted) < 1e-5
+            for x, y in zip(*(torch.autograd.grad(one, list(model.parameters())) for one in (found, wanted))):
+                assert error(x, y) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", every(5, [name for name in ARCHITECTURES if name != "own_mixer"]))
 @torch.no_grad()
 def test_a_model_is_exported_for_any_number_of_tokens(name: str, ids: Tensor) -> None:

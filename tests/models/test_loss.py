@@ -157,7 +157,8 @@ def test_sums_over_chunks_are_rounded_once(dtype: torch.dtype, way: str) -> None
     found = torch.autograd.grad(linear_cross_entropy(x, weight, labels, reduction="sum", chunk_tokens=4), (x, weight), torch.tensor(0.3))
     scale = losses.FLOAT16_SCALE if dtype == torch.float16 and way == "float32 products" else 1.0
     counted, upstream = torch.ones(T, dtype=torch.bool), torch.full((T,), scale)
-    _, dx, dweight = losses._pass(x.detach(), weight.detach(), labels, counted, upstream, (True, True), 4)
+    x, weight = x.detach(), weight.detach()
+    _, dx, dweight = losses._pass(x, weight, labels, counted, upstream, (True, True), 4, losses._float32_products(x, weight))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert dweight.dtype == wide
     assert dx.dtype == (wide if way == "float32 products" else dtype)
@@ -216,6 +217,37 @@ def test_float16_gradients_with_a_loss_scale(reduction: str, way: str) -> None:
     for one, other in zip((x, weight), wide):
         assert one.grad.dtype == torch.float16
         assert error(one.grad, other.grad) < 2e-3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_compiled_once_for_all_lengths(dtype: torch.dtype, reduction: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients have the bits of eager calls, also where float16 gradients of one chunk are divided by a power of two."""
+    if way == "float32 products":
+        pytest.skip("compiled graphs do not have them")
+    torch._dynamo.reset()
+    monkeypatch.setattr(losses, "FLOAT16_TOKENS", 2)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=7).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (3, 5, 21, T):
+            x, weight, labels = arguments(dtype)
+            given = x[:tokens].detach().requires_grad_(), weight, labels[:tokens]
+            found, wanted = ([y.detach(), *torch.autograd.grad(y, given[:2])] for y in (call(*given) for call in (compiled, loss)))
+            assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_operator_of_compiled_graphs(wanted: tuple[bool, bool], reduction: str, way: str) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        x, weight, labels = (one.detach() for one in arguments(dtype))
+        upstream = None if reduction == "mean" else torch.ones(T, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        given = x, weight, labels, upstream, 3, reduction, 5, *wanted, losses._float32_products(x, weight)
+        torch.library.opcheck(losses._in_graphs, given)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -294,7 +326,7 @@ def test_labels_outside_of_the_vocabulary_are_nan_on_a_gpu(way: str) -> None:
         pytest.skip("checked on a CPU")
     x, weight, labels = arguments(torch.float32)
     labels[3], labels[4] = V, -3
-    found = losses._pass(x.detach(), weight.detach(), labels, labels != -100, torch.ones(T), (False, False), 10)[0]
+    found = losses._pass(x.detach(), weight.detach(), labels, labels != -100, torch.ones(T), (False, False), 10, False)[0]
     assert found.isnan().nonzero().flatten().tolist() == [3, 4]
 
 
