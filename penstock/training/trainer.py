@@ -178,17 +178,26 @@ def make_trainer(
             restore_model(Path(resume_from_checkpoint), objective.model)
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-            found = None if checkpoint is None else Path(checkpoint)
-            if found is None or not (sharded or shards.is_sharded(found)):
-                super()._load_optimizer_and_scheduler(checkpoint)
+            """The moments of the optimizer and the number of steps. Learning rates, betas and weight decay are those of this run."""
+            if checkpoint is None:
                 return
+            found, optimizer, scheduler = Path(checkpoint), _inner(self.optimizer), self.lr_scheduler
+            assert scheduler is not None
+            chosen = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
             if shards.is_sharded(found):
-                shards.restore(found, objective.model, _inner(self.optimizer))
+                shards.restore(found, objective.model, optimizer)
             else:
                 state = torch.load(found / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-                shards.adopt_optimizer(objective.model, _inner(self.optimizer), state)
-            assert self.lr_scheduler is not None
-            self.lr_scheduler.load_state_dict(torch.load(found / SCHEDULER_NAME, weights_only=True))
+                if sharded:
+                    shards.adopt_optimizer(objective.model, optimizer, state)
+                else:
+                    optimizer.load_state_dict(state)
+            saved = torch.load(found / SCHEDULER_NAME, weights_only=True)
+            bases = scheduler.base_lrs
+            rates = [base * factor(saved["last_epoch"]) for base, factor in zip(bases, scheduler.lr_lambdas)]
+            scheduler.load_state_dict({**saved, "base_lrs": bases, "_last_lr": rates})
+            for group, own, rate_now in zip(optimizer.param_groups, chosen, rates):
+                group.update(own, lr=rate_now)
 
         # The optimizer
 
@@ -204,6 +213,12 @@ def make_trainer(
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
             return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
 
+    class OwnSteps(TrainerCallback):
+        """The numbers of steps of this run, in place of those in the state of a checkpoint."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.compute_steps(args, state.max_steps)
+
     class Diverged(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             loss = (logs or {}).get("loss", 0.0)
@@ -214,7 +229,7 @@ def make_trainer(
                 complaints.raise_any()
 
     objective = Objective(model, context, ranks.count > 1 or training.accumulate > 1, labels)
-    return Wired(objective, arguments, None, samples, evaluation, callbacks=[Diverged()])
+    return Wired(objective, arguments, None, samples, evaluation, callbacks=[OwnSteps(), Diverged()])
 
 
 def restore_model(checkpoint: Path, model: CausalLM) -> None:

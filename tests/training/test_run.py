@@ -356,3 +356,46 @@ def test_what_the_command_does_after_an_interruption(settings, tmp_path, changes
     with pytest.raises(KeyboardInterrupt):
         train(settings(**changes), callbacks=(Stop(stop),))
     assert after_interruption(settings(**changes).training) == wanted.format(tmp_path)
+
+
+class Look:
+    """A callback that keeps the settings of the optimizer in each step, and the steps of logs and checkpoints."""
+
+    def __new__(cls):
+        from transformers import TrainerCallback
+
+        class Looking(TrainerCallback):
+            def __init__(self):
+                self.groups, self.logged, self.saved = [], [], []
+
+            def on_step_begin(self, args, state, control, optimizer=None, **_):
+                self.groups.append([(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups])
+
+            def on_log(self, args, state, control, logs=None, **_):
+                self.logged += [state.global_step] * ("loss" in logs)
+
+            def on_save(self, args, state, control, **_):
+                self.saved.append(state.global_step)
+
+        return Looking()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 3e-3, "betas": [0.5, 0.6], "weight_decay": 0.2},
+        {"schedule": "constant", "warmup": 0.5},
+        {"steps": 12, "save_every": 2, "log_every": 1, "learning_rate": 1e-4},
+    ],
+)
+def test_a_resumed_run_has_the_settings_of_its_file(settings, tmp_path, changes):
+    """From its first step on, as if all steps had them."""
+    given = {f"training__{name}": value for name, value in changes.items()}
+    whole, resumed = Look(), Look()
+    train(settings(**given, training__output=str(tmp_path / "whole")), callbacks=(whole,))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(), callbacks=(Stop(5),))
+    train(settings(**given), callbacks=(resumed,))
+    assert resumed.groups == whole.groups[3:]
+    assert resumed.logged == [step for step in whole.logged if step > 3]
+    assert resumed.saved == [step for step in whole.saved if step > 3]
