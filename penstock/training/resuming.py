@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ..errors import Complaints, RangeError
+import torch
+
+from ..errors import Complaints, RangeError, shortened
 from ..models import Config, load
 from ..models.checkpoints.distributed import METADATA
 from .settings import FUNCTION, Training
@@ -20,9 +25,10 @@ SHARDED = (f"{FOLDER}/{METADATA}", "scheduler.pt")
 """The same files of sharded models."""
 
 
-def last_whole(output: Path) -> Path | None:
-    """The last complete checkpoint."""
-    return max((one for one in _folders(output) if (one / STATE).is_file()), key=steps_before, default=None)
+def last_whole(output: Path, before: float = float("inf")) -> Path | None:
+    """The last complete checkpoint of fewer steps than ``before``."""
+    found = (one for one in _folders(output) if steps_before(one) < before and (one / STATE).is_file())
+    return max(found, key=steps_before, default=None)
 
 
 def last_checkpoint(training: Training, config: Config) -> Path | None:
@@ -34,8 +40,7 @@ def last_checkpoint(training: Training, config: Config) -> Path | None:
         rule = "a folder without checkpoints if training.resume is false"
         complaints.add(RangeError, "training.output", rule, repr(training.output), "Name another folder, or remove the checkpoints.")
     elif found is not None and (missing := _missing(found)):
-        value = f"{str(found)!r} without {' and '.join(missing)}"
-        complaints.add(RangeError, "training.output", "a folder of whole checkpoints", value, "Remove this checkpoint.")
+        complaints.add(RangeError, *_not_whole(found, f"{str(found)!r} without {' and '.join(missing)}"))
     elif found is not None and _config(found) != config:
         rule = "a folder whose checkpoints are of the same model"
         complaints.add(RangeError, "training.output", rule, repr(str(found)), "Name another folder, or remove the checkpoints.")
@@ -51,7 +56,42 @@ def _missing(checkpoint: Path) -> list[str]:
 def _config(checkpoint: Path) -> Config:
     if not (checkpoint / FOLDER).is_dir():
         return load(checkpoint).config
-    return Config.from_dict(json.loads((checkpoint / "config.json").read_text("utf-8"))["model"])
+    with reading(checkpoint, "config.json") as file:
+        return Config.from_dict(json.loads(file.read_text("utf-8"))["model"])
+
+
+def _not_whole(checkpoint: Path, value: str) -> tuple[str, str, str, str]:
+    """The argument, the rule, the value and the remedy for a checkpoint that is not whole."""
+    before = last_whole(checkpoint.parent, steps_before(checkpoint))
+    then = "begins again" if before is None else f"continues from {before}"
+    return "training.output", "a folder of whole checkpoints", value, f"Remove this checkpoint: the same command then {then}."
+
+
+@contextmanager
+def reading(checkpoint: Path, name: str) -> Iterator[Path]:
+    """Raises RangeError for any error in this block, which reads a file of a checkpoint, but for a lack of memory or permission."""
+    file = checkpoint / name
+    try:
+        yield file
+    except (PermissionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged bytes can raise any error
+        said = isinstance(error, OSError | RuntimeError | ValueError)  # other messages also advise to run code of the file
+        reason = str(error).strip().partition("\n")[0].rstrip(".") if said else ""
+        complaints = Complaints(FUNCTION)
+        complaints.add(RangeError, *_not_whole(checkpoint, f"{str(file)!r} ({reason or 'it is damaged'})"))
+        complaints.raise_any()
+
+
+def read_state(checkpoint: Path) -> Any:
+    """The Trainer's state of a checkpoint. Raises RangeError if it is damaged."""
+    from transformers import TrainerState
+
+    with reading(checkpoint, STATE) as file:
+        found = TrainerState.load_from_json(str(file))
+        if found.global_step != steps_before(checkpoint):
+            raise ValueError(f"it is of step {shortened(found.global_step)}")
+        return found
 
 
 def after_interruption(training: Training) -> str:

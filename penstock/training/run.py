@@ -18,7 +18,7 @@ from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
 from .data import Windows, find_files, read
 from .progress import Say, about_data, about_model, teller
 from .ranks import context_of, find_ranks, join
-from .resuming import STATE, last_checkpoint, steps_before
+from .resuming import last_checkpoint, read_state, steps_before
 from .settings import ARCHITECTURES, FUNCTION, Mesh, Settings
 from .shards import gathered
 from .trainer import make_arguments, make_trainer, restore_model
@@ -80,6 +80,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     about += [f"continues from {checkpoint}"] * (checkpoint is not None)
     join(ranks, device)
     arguments = make_arguments(training, ranks, device, half, evaluation is not None)
+    state = None if checkpoint is None else read_state(checkpoint)
     if sharded := settings.mesh.shard and ranks.count > 1:
         shard(model, **_sharding(settings.mesh, device, ranks.count))
     trainer = make_trainer(model, training, ranks, arguments, samples, evaluation, write, sharded, context_of(ranks, device))
@@ -89,7 +90,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     if done and checkpoint is not None:
         # nothing is left to do; the Trainer would take one more step
         restore_model(checkpoint, model)
-        trainer.state = type(trainer.state).load_from_json(str(checkpoint / STATE))
+        trainer.state = state
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     step, logs = trainer.state.global_step, trainer.state.log_history

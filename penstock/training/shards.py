@@ -47,11 +47,15 @@ def restore_model(checkpoint: Path, model: CausalLM) -> None:
 
 
 def _read(checkpoint: Path, states: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads all parts
-        load(states, checkpoint_id=checkpoint / FOLDER, no_dist=not distributed.is_initialized())
+        try:
+            load(states, checkpoint_id=checkpoint / FOLDER, no_dist=not distributed.is_initialized())
+        except CheckpointException as error:  # no Exception
+            raise ValueError("; ".join(str(one) for one, _ in error.failures.values())) from error
 
 
 def _states(model: CausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

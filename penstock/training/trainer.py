@@ -18,6 +18,7 @@ from . import shards
 from .batches import Batches, Loader
 from .data import IGNORED, Windows
 from .ranks import Context, Ranks
+from .resuming import reading
 from .schedule import rate
 from .settings import FUNCTION, Training
 
@@ -185,19 +186,26 @@ def make_trainer(
             assert scheduler is not None
             chosen = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
             if shards.is_sharded(found):
-                shards.restore(found, objective.model, optimizer)
+                with reading(found, shards.FOLDER):
+                    shards.restore(found, objective.model, optimizer)
             else:
-                state = torch.load(found / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-                if sharded:
-                    shards.adopt_optimizer(objective.model, optimizer, state)
-                else:
-                    optimizer.load_state_dict(state)
-            saved = torch.load(found / SCHEDULER_NAME, weights_only=True)
-            bases = scheduler.base_lrs
-            rates = [base * factor(saved["last_epoch"]) for base, factor in zip(bases, scheduler.lr_lambdas)]
-            scheduler.load_state_dict({**saved, "base_lrs": bases, "_last_lr": rates})
+                with reading(found, OPTIMIZER_NAME) as file:
+                    state = torch.load(file, map_location="cpu", weights_only=True)
+                    if sharded:
+                        shards.adopt_optimizer(objective.model, optimizer, state)
+                    else:
+                        optimizer.load_state_dict(state)
+            with reading(found, SCHEDULER_NAME) as file:
+                saved, bases = torch.load(file, weights_only=True), scheduler.base_lrs
+                rates = [base * factor(saved["last_epoch"]) for base, factor in zip(bases, scheduler.lr_lambdas)]
+                scheduler.load_state_dict({**saved, "base_lrs": bases, "_last_lr": rates})
             for group, own, rate_now in zip(optimizer.param_groups, chosen, rates):
                 group.update(own, lr=rate_now)
+
+        def _load_rng_state(self, checkpoint: str | None) -> None:
+            if checkpoint is not None:
+                with reading(Path(checkpoint), f"rng_state{f'_{ranks.rank}' * (ranks.count > 1)}.pth"):
+                    super()._load_rng_state(checkpoint)
 
         # The optimizer
 
@@ -235,7 +243,8 @@ def make_trainer(
 def restore_model(checkpoint: Path, model: CausalLM) -> None:
     """Read the weights of a checkpoint."""
     if shards.is_sharded(checkpoint):
-        shards.restore_model(checkpoint, model)
+        with reading(checkpoint, shards.FOLDER):
+            shards.restore_model(checkpoint, model)
     else:
         shards.adopt_model(model, load(checkpoint).state_dict())
 

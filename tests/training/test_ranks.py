@@ -11,6 +11,7 @@ from runs import content, losses, run
 
 from penstock import RangeError
 from penstock.models import load
+from penstock.training import shards
 from penstock.training.batches import Batches
 from penstock.training.data import FILLER
 from penstock.training.ranks import Ranks, find_ranks
@@ -140,3 +141,16 @@ def test_a_sharded_checkpoint_that_is_not_whole_is_named(tmp_path):
         (checkpoint / name).write_text("{}")
     with pytest.raises(RangeError, match=r"a folder of whole checkpoints, got '.*checkpoint-3' without shards/\.metadata\. Remove this"):
         last_checkpoint(given.training, ARCHITECTURES["gla"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damaged_parts_of_a_checkpoint_are_named(tmp_path):
+    given = content(tmp_path, "run")
+    losses(given, stop=3)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    model = load(checkpoint)
+    shards.write(checkpoint, model, torch.optim.AdamW(model.parameters()))
+    (part,) = (checkpoint / "shards").glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(RangeError, match=r"whole checkpoints, got '.*checkpoint-3/shards' \(.+\)\. Remove .* command then begins again\."):
+        losses(given)

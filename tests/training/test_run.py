@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,38 @@ def test_checkpoints_that_are_not_whole(settings, tmp_path):
     (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").unlink()
     with pytest.raises(RangeError, match=r"must be a folder of whole checkpoints, got '.*checkpoint-5' without optimizer.pt\. Remove this"):
         train(settings(training__steps=7))
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "text": lambda content: b"no checkpoint",
+    "of another kind": lambda content: b"[1]",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"])
+def test_a_damaged_file_of_a_checkpoint_is_named(settings, tmp_path, name, damage):
+    train(settings(training__steps=4))
+    file = tmp_path / "run" / "checkpoint-4" / name
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    with pytest.raises(RangeError) as caught:
+        train(settings(training__steps=5))
+    message = str(caught.value)
+    assert message.startswith(f"train: training.output must be a folder of whole checkpoints, got {str(file)!r} (")
+    assert message.endswith(f"). Remove this checkpoint: the same command then continues from {tmp_path}/run/checkpoint-3.")
+    assert len(message.splitlines()) == 1
+    shutil.rmtree(file.parent)
+    assert train(settings(training__steps=4)).steps == 4
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_state_of_another_training_is_named(settings, tmp_path, name):
+    train(settings(training__steps=2))
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "run" / "checkpoint-2" / name)
+    with pytest.raises(RangeError, match=rf"checkpoint-2/{name}' \(.*\)\. Remove this checkpoint: the same command then begins again\."):
+        train(settings(training__steps=3))
 
 
 @pytest.mark.parametrize("architecture", ["rwkv6", "mamba2"])
