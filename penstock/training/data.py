@@ -35,6 +35,11 @@ class Corpus(NamedTuple):
     """int64 [D]: where documents begin; the first is 0."""
 
 
+def is_text(file: Path) -> bool:
+    """Whether a file has text, which a separator may divide into documents."""
+    return file.suffix not in BINARY
+
+
 def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Path]:
     """The files of names and glob patterns, each pattern's in alphabetical order. Raises RangeError for a pattern without files."""
     complaints, found = Complaints(function), []
@@ -51,16 +56,25 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
     """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
     A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
-    out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends after an ``end_of_text``. A
-    single token file is mapped, not read. ``argument`` is the name of the files in messages.
+    out and must be in at least one of the text files. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a
+    document ends after an ``end_of_text``. A single token file is mapped, not read. ``argument`` is the name of the files in messages.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
     numpy = _numpy()
     kind = numpy.uint16 if tokenizer.vocab_size <= 2**16 else numpy.int32
-    parts = [
-        _tokens(file, tokenizer, argument) if file.suffix in BINARY else _text(file, tokenizer, separator, kind, argument) for file in files
-    ]
+    parts, texts = [], list[tuple[Path, int]]()
+    for file in files:
+        if is_text(file):
+            documents = _split(file, separator, argument)
+            texts.append((file, len(documents)))
+            parts.append(_encoded(documents, tokenizer, kind))
+        else:
+            parts.append(_tokens(file, tokenizer, argument))
+    if separator and texts and all(count == 1 for _, count in texts):
+        reason = "which does not have it" if len(texts) == 1 else f"none of {len(texts)} text files has it"
+        remedy = "Leave out data.separator if each file is one document, or end the files with it."
+        _refuse(argument, texts[0][0], f"text with the separator {separator!r}", reason, remedy)
     lengths = torch.tensor([0, *(len(tokens) for tokens, _ in parts)]).cumsum(0)
     begins = torch.cat([offset + begins for offset, (_, begins) in zip(lengths, parts)])
     if lengths[-1] == 0:
@@ -69,12 +83,17 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
     return Corpus(tokens, begins)
 
 
-def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any, argument: str) -> tuple[Any, Tensor]:
+def _split(file: Path, separator: str | None, argument: str) -> list[str]:
+    """The documents of a text file."""
     text = read_text(file, "train", argument)
     if separator and separator not in text and (windows := separator.replace("\n", "\r\n")) in text:
         remedy = f"Its lines end in a carriage return and a line feed: take {windows!r}."
         _refuse(argument, file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
-    documents = text.split(separator) if separator else [text]
+    return text.split(separator) if separator else [text]
+
+
+def _encoded(documents: list[str], tokenizer: Tokenizer, kind: Any) -> tuple[Any, Tensor]:
+    """The tokens of documents that are not empty, and where each begins."""
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     rows = [_numpy().array(tokenizer.encode(document) + end, dtype=kind) for document in documents if document]
     lengths = torch.tensor([0, *map(len, rows)]).cumsum(0)

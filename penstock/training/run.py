@@ -15,7 +15,7 @@ from ..layers.keywords import suggestion
 from ..models import CausalLM, load, save
 from ..models.checkpoints.native import stored
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
-from .data import Windows, find_files, read
+from .data import Windows, find_files, is_text, read
 from .progress import Say, about_data, about_model, teller
 from .ranks import context_of, find_ranks, join
 from .resuming import last_checkpoint, read_state, steps_before
@@ -51,6 +51,11 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     device, ranks = find_device(training.device), find_ranks(settings)
     files = find_files(data.train, FUNCTION, "data.train")
     others = find_files(data.evaluation, FUNCTION, "data.evaluation")
+    if data.separator is not None and not any(map(is_text, (*files, *others))):
+        complaints = Complaints(FUNCTION)
+        remedy = "Documents of tokens end after the tokenizer's end of text."
+        complaints.add(RangeError, "data.separator", "left out if no file is text", repr(data.separator), remedy)
+        complaints.raise_any()
     output = Path(training.output)
     tokenizer, source = find_tokenizer(settings)
     torch.manual_seed(training.seed)

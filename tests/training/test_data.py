@@ -85,8 +85,20 @@ def test_a_separator_of_other_line_ends_is_refused(tmp_path):
     with pytest.raises(RangeError, match=r"separator '\\n\\n', got .* \(which has '\\r\\n\\r\\n'\)\..*take '\\r\\n\\r\\n'"):
         read([tmp_path / "a.txt"], Bytes(), "\n\n")
     assert read([tmp_path / "a.txt"], Bytes(), "\r\n\r\n").begins.tolist() == [0, 3]
-    (tmp_path / "b.txt").write_bytes(b"one document")
-    assert read([tmp_path / "b.txt"], Bytes(), "\n\n").begins.tolist() == [0]
+
+
+def test_a_separator_that_no_text_has_is_refused(tmp_path):
+    for name, text in (("a.txt", "one document"), ("b.txt", "another"), ("c.txt", "one that ends with it--")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    with pytest.raises(RangeError, match=r"data must be text with the separator '--', got .*a\.txt' \(which does not .*\)\. Leave out"):
+        read([a], Bytes(), "--")
+    with pytest.raises(RangeError, match=r"data\.train must be text .*a\.txt' \(none of 2 text files has it\)"):
+        read([a, b], Bytes(), "--", argument="data.train")
+    assert len(read([c], Bytes(), "--").begins) == 1
+    assert len(read([a, b, c], Bytes(), "--").begins) == 3
+    numpy.save(tmp_path / "a.npy", numpy.arange(3))
+    assert read([tmp_path / "a.npy"], Bytes(), "--").tokens.tolist() == [0, 1, 2]
 
 
 def test_files_are_found_by_patterns(tmp_path):

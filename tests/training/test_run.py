@@ -213,6 +213,13 @@ def test_text_without_any_label_is_named(settings, tmp_path, name):
         train(settings(**{**given, f"data__{name}": str(tmp_path / "padding.npy")}))
 
 
+def test_a_separator_for_tokens_alone_is_refused(settings, tmp_path):
+    given = without_labels(tmp_path)
+    with pytest.raises(RangeError, match=r"train: data\.separator must be left out if no file is text, got '--'\. Documents of tokens end"):
+        train(settings(**given, data__separator="--"))
+    train(settings(**given, data__separator="\n\n", data__evaluation=str(tmp_path / "b.txt"), training__steps=1))
+
+
 def test_text_that_is_too_short_is_named(settings, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     for name in ("train", "evaluation"):
