@@ -51,7 +51,8 @@ def find_ranks(settings: Settings) -> Ranks:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     dp = max(count // mesh.cp, 1) if mesh.dp is None else mesh.dp
     if dp * mesh.cp != count:
-        remedy = f"Start torchrun --nproc-per-node {dp * mesh.cp} -m penstock train CONFIG.yaml, or leave out mesh.dp."
+        given = ["mesh.dp"] * (mesh.dp is not None) + ["mesh.cp"] * (mesh.cp > 1)
+        remedy = f"Start torchrun --nproc-per-node {dp * mesh.cp} -m penstock train CONFIG.yaml, or leave out {' and '.join(given)}."
         complaints.add(RangeError, "mesh", f"of {count} process{'es' * (count > 1)}", f"dp {dp} * cp {mesh.cp} = {dp * mesh.cp}", remedy)
     elif batch % dp:
         remedy = "It counts the samples of all ranks."

@@ -113,7 +113,13 @@ def test_other_settings(tmp_path):
 @pytest.mark.parametrize(
     ("count", "mesh", "message"),
     [
-        (1, {"dp": 4}, r"train: mesh must be of 1 process, got dp 4 \* cp 1 = 4\. Start torchrun --nproc-per-node 4"),
+        (
+            1,
+            {"dp": 4},
+            r"train: mesh must be of 1 process, got dp 4 \* cp 1 = 4\. Start torchrun --nproc-per-node 4 .*, or leave out mesh\.dp\.$",
+        ),
+        (1, {"cp": 2}, r"train: mesh must be of 1 process, got dp 1 \* cp 2 = 2\. Start torchrun .* 2 .*, or leave out mesh\.cp\.$"),
+        (4, {"dp": 2, "cp": 3}, r"got dp 2 \* cp 3 = 6\. Start torchrun .* 6 .*, or leave out mesh\.dp and mesh\.cp\.$"),
         (4, {"dp": 2}, r"train: mesh must be of 4 processes, got dp 2 \* cp 1 = 2\. Start torchrun"),
         (4, {}, r"train: training\.batch_size must be a multiple of the 4 ranks of mesh\.dp, got 6\. It counts the samples of all ranks"),
         (2, {"cp": 4}, r"train: mesh must be of 2 processes, got dp 1 \* cp 4 = 4"),
