@@ -6,6 +6,7 @@ the state is carried through the whole window; in packed samples it is reset at 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import Complaints, MissingExtra, RangeError
+from ..errors import Complaints, MissingExtra, RangeError, shortened
 from ..files import read_text
 from ..models.tokenizers import Tokenizer
 
@@ -24,6 +25,7 @@ IGNORED = -100
 FILLER = -1
 """The index of a sample without labels, which completes a batch."""
 BINARY = (".bin", ".npy")
+LINES = ".jsonl"
 
 
 class Corpus(NamedTuple):
@@ -37,7 +39,7 @@ class Corpus(NamedTuple):
 
 def is_text(file: Path) -> bool:
     """Whether a file has text, which a separator may divide into documents."""
-    return file.suffix not in BINARY
+    return file.suffix not in (*BINARY, LINES)
 
 
 def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Path]:
@@ -53,11 +55,12 @@ def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Pa
 
 
 def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None, *, argument: str = "data") -> Corpus:
-    """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
+    """The tokens of text files, ``.jsonl`` files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
     A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
-    out and must be in at least one of the text files. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a
-    document ends after an ``end_of_text``. A single token file is mapped, not read. ``argument`` is the name of the files in messages.
+    out and must be in at least one of the text files. Each line of a ``.jsonl`` file is an object, whose ``"text"`` is a document. Each
+    document is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends after an ``end_of_text``. A
+    single token file is mapped, not read. ``argument`` is the name of the files in messages.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
@@ -69,6 +72,8 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
             documents = _split(file, separator, argument)
             texts.append((file, len(documents)))
             parts.append(_encoded(documents, tokenizer, kind))
+        elif file.suffix == LINES:
+            parts.append(_encoded(_of_lines(file, argument), tokenizer, kind))
         else:
             parts.append(_tokens(file, tokenizer, argument))
     if separator and texts and all(count == 1 for _, count in texts):
@@ -90,6 +95,29 @@ def _split(file: Path, separator: str | None, argument: str) -> list[str]:
         remedy = f"Its lines end in a carriage return and a line feed: take {windows!r}."
         _refuse(argument, file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
     return text.split(separator) if separator else [text]
+
+
+def _of_lines(file: Path, argument: str) -> list[str]:
+    """The documents of a file with an object of JSON in each line. Empty lines are left out."""
+    documents = []
+    for number, line in enumerate(read_text(file, "train", argument).split("\n"), 1):
+        if line.strip():
+            try:
+                documents.append(_text_of(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+                remedy = "Convert other files to text, or to tokens."
+                _refuse(argument, file, 'lines of JSON, objects with a string "text"', f"line {number}: {reason}", remedy)
+    return documents
+
+
+def _text_of(found: Any) -> str:
+    """The text of an object. Raises ValueError."""
+    text = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"no such string in {shortened(found)}")
+    text.encode()  # raises an error for half of a surrogate pair
+    return text
 
 
 def _encoded(documents: list[str], tokenizer: Tokenizer, kind: Any) -> tuple[Any, Tensor]:

@@ -53,7 +53,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     others = find_files(data.evaluation, FUNCTION, "data.evaluation")
     if data.separator is not None and not any(map(is_text, (*files, *others))):
         complaints = Complaints(FUNCTION)
-        remedy = "Documents of tokens end after the tokenizer's end of text."
+        remedy = "Documents of tokens and of .jsonl files have ends of their own."
         complaints.add(RangeError, "data.separator", "left out if no file is text", repr(data.separator), remedy)
         complaints.raise_any()
     output = Path(training.output)

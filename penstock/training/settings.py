@@ -26,7 +26,7 @@ class Data:
     """The section ``data``."""
 
     train: tuple[str, ...]
-    """Files or patterns: text in UTF-8, or tokens as ``.npy`` (integers) or ``.bin`` (uint16)."""
+    """Files or patterns: text in UTF-8, ``.jsonl`` with a ``"text"`` a line, or tokens as ``.npy`` (integers) or ``.bin`` (uint16)."""
     evaluation: tuple[str, ...] = ()
     """Likewise, for the loss on other text."""
     tokenizer: str | None = None

@@ -1,5 +1,7 @@
 """Training data: files to documents, documents to samples."""
 
+import re
+
 import numpy
 import pytest
 import torch
@@ -21,6 +23,35 @@ def test_text_files_become_documents(tmp_path):
     parts = read(files, ENDING, "--")
     assert parts.tokens.tolist() == [*b"ab", 256, *b"c", 256, *b"d\xc3\xa9", 256]
     assert parts.begins.tolist() == [0, 3, 5]
+
+
+def test_lines_of_json_become_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('{"text": "ab\\n--é"}\r\n\n{"id": 3, "text": "\u2028"}\n{"text": ""}\n'.encode())
+    corpus = read([tmp_path / "a.jsonl"], ENDING)
+    assert corpus.tokens.tolist() == [*"ab\n--é".encode(), 256, *"\u2028".encode(), 256]
+    assert corpus.begins.tolist() == [0, 8]
+    assert read([tmp_path / "a.jsonl"], ENDING, "--").begins.tolist() == [0, 8]
+    (tmp_path / "b.txt").write_text("c--d")
+    assert read([tmp_path / "b.txt", tmp_path / "a.jsonl"], ENDING, "--").begins.tolist() == [0, 2, 4, 12]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("text", "line 2: Expecting value at character 0"),
+        ('{"text": "a"', "line 2: Expecting ',' delimiter at character 12"),
+        ('{"body": "a"}', "line 2: no such string in {'body': 'a'}"),
+        ('{"text": ["a"]}', "line 2: no such string in {'text': ['a']}"),
+        ('["text"]', r"line 2: no such string in ['text']"),
+        ('{"text": "\\ud800"}', "line 2: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"),
+        ("[" * 100_000, "line 2: maximum recursion depth exceeded"),
+    ],
+)
+def test_wrong_lines_of_json_are_named(tmp_path, line, reason):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
+    wanted = f'data must be lines of JSON, objects with a string "text", got {str(tmp_path / "a.jsonl")!r} ({reason}'
+    with pytest.raises(RangeError, match=re.escape(wanted)):
+        read([tmp_path / "a.jsonl"], Bytes())
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.bin"])

@@ -215,7 +215,7 @@ def test_text_without_any_label_is_named(settings, tmp_path, name):
 
 def test_a_separator_for_tokens_alone_is_refused(settings, tmp_path):
     given = without_labels(tmp_path)
-    with pytest.raises(RangeError, match=r"train: data\.separator must be left out if no file is text, got '--'\. Documents of tokens end"):
+    with pytest.raises(RangeError, match=r"train: data\.separator must be left out if no file is text, got '--'\. Documents of tokens"):
         train(settings(**given, data__separator="--"))
     train(settings(**given, data__separator="\n\n", data__evaluation=str(tmp_path / "b.txt"), training__steps=1))
 
