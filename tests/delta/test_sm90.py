@@ -25,6 +25,9 @@ CASES = [
     replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
     replace(OF, T=70, scale=0.0),
+    *(replace(OF, K=64, V=64, gate=gate) for gate in GATES),
+    replace(OF, K=64, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+    replace(OF, K=64, V=64, B=2, T=70, H=2, G=1, gate="uneven"),
 ]
 
 
@@ -44,7 +47,7 @@ def test_equal_the_oracle(case):
     ("case", "target", "reason"),
     [
         (OF, A100, "sm_90"),
-        (replace(OF, K=64), H200, "K must be 128"),
+        (replace(OF, K=192), H200, "K must be 64 or 128"),
         (replace(OF, V=192), H200, "V must be 64 or 128"),
         (replace(OF, dtype=torch.float16), H200, "it takes bfloat16"),
         (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),

@@ -26,6 +26,10 @@ CASES = [
     replace(OF, T=63, others=torch.bfloat16, gate="logsigmoid/16"),
     replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
+    *(replace(OF, K=64, V=64, gate=gate) for gate in GATES),
+    *(replace(OF, **heads, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture") for heads in ({"K": 64}, {"V": 64})),
+    replace(OF, K=64, V=64, B=2, T=70, H=2, G=1, gate="uneven"),
+    replace(OF, K=64, V=64, beta=0.0, T=70),
 ]
 
 
@@ -85,8 +89,8 @@ def test_what_is_kept(case, kept):
     ("case", "target", "reason"),
     [
         (OF, A100, "sm_90"),
-        (replace(OF, K=64), H200, "K must be 128"),
-        (replace(OF, V=64), H200, "V must be 128"),
+        (replace(OF, K=192), H200, "K must be 64 or 128"),
+        (replace(OF, V=192), H200, "V must be 64 or 128"),
         (replace(OF, dtype=torch.float16), H200, "it takes bfloat16"),
         (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
         (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),

@@ -30,6 +30,7 @@ class Forms(NamedTuple):
 
 SIZES = {"B": 1, "H": 1, "T": 150, "K": 128, "V": 128, "dtype": torch.bfloat16, "others": torch.float32}
 FORMS = {
+    "kda of 64": Forms(Delta("kda", **SIZES | {"K": 64, "V": 64}), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "kda": Forms(Delta("kda", **SIZES), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
     "wide": Forms(Delta("gated_delta_rule", **SIZES | {"K": 256}), wide_sm90.FORWARD, wide_sm90.BACKWARD, True),

@@ -160,6 +160,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), packed=True, passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 16, 100, 100), passes=WHOLE),
+    Configuration("kda", Shape(*PROMPT, 32, 64, 64)),
     Configuration("kda", Shape(*PROMPT, 8, 256, 256), passes=WHOLE),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *CANONICAL), raw=True),

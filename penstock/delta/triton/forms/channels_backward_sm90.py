@@ -6,22 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, tiled
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C
 from . import channels_sm90
-from .channels_sm90 import K, add_tiles, add_walk
+from .channels_sm90 import add_tiles, add_walk
 from .walks import over_sequences
 
 
 def refuses(call: Backward) -> str | None:
-    """Also the gradient of the output is copied in tiles, and the last launch takes all value channels at once."""
+    """Also the gradient of the output is copied in tiles."""
     reason = channels_sm90.refuses(call)
-    if reason is None and call.V != K:
-        return f"V must be {K}, this is {call.V}"
     if reason is None and call.d_output is not None and not tiled(call.d_output):
         return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
     return reason
@@ -35,7 +32,7 @@ def _backward(call: Backward) -> Plan:
     """
     from ..sm90 import gradients, reverse
 
-    plan, p, H, V, slots = Plan(keeps=True), call.p, call.H, call.V, call.chunks(C)
+    plan, p, H, K, V, slots = Plan(keeps=True), call.p, call.H, call.K, call.V, call.chunks(C)
     d_final = call.d_final_state
     assert p.g is not None
     assert p.beta is not None
@@ -76,5 +73,5 @@ def _backward(call: Backward) -> Plan:
 
 
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "kda_bwd_sm90", _backward, absent, refuses, examples=(Example("kda", torch.bfloat16, channels_sm90.SIZES),)
+    "kda_bwd_sm90", _backward, absent, refuses, channels_sm90.avoids_backward, examples=channels_sm90.EXAMPLES
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form
+from ....gpu.forms import Form, unrun
 from ....gpu.hopper import Tile, absent, tiled, tiled_or_shared
 from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import sequences, tokens
@@ -15,7 +15,7 @@ from ..calls import CHANNEL, C, Call, Forward, InPlace
 from .chunks import in_place
 from .walks import Walk, over_pieces, over_sequences
 
-K, VALUES = 128, (64, 128)
+HEADS = (64, 128)
 """Key channels of a head, and value channels."""
 W = 32
 """Key channels that ``prepare`` has in registers at once. With 64 it spills 192 bytes (Triton 3.6)."""
@@ -24,16 +24,15 @@ ROWS = 1 << 31
 
 
 def refuses(call: Call) -> str | None:
-    """Decays per channel that are read after, bfloat16, heads of 128, and tensors that the tensor memory accelerator can copy."""
+    """Decays per channel that are read after, bfloat16, heads of 64 and 128, and tensors that the tensor memory accelerator can copy."""
     p = call.p
     if call.decay != CHANNEL or call.streams != 1 or not call.after:
         return "it computes one stream with decays per channel"
     if p.q.dtype != torch.bfloat16:
         return f"it takes bfloat16, this is {p.q.dtype}"
-    if call.K != K:
-        return f"K must be {K}, this is {call.K}"
-    if call.V not in VALUES:
-        return f"V must be {' or '.join(map(str, VALUES))}, this is {call.V}"
+    for name, D in (("K", call.K), ("V", call.V)):
+        if D not in HEADS:
+            return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
     if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
         return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
     if p.g is None or p.beta is None:
@@ -46,6 +45,16 @@ def refuses(call: Call) -> str | None:
     return call.grouped
 
 
+def avoids(call: Call) -> str | None:
+    """Heads of 64 key channels."""
+    return None if call.K == 128 else unrun(call)
+
+
+def avoids_backward(call: Call) -> str | None:
+    """Heads of 64 value channels, too."""
+    return avoids(call) if call.V == 128 else unrun(call)
+
+
 KEPT = ("k_read", "solved_keys", "q_read", "weights", "totals", "errors", "chunk_states")
 """What the forward pass keeps for the backward pass, by the names of its plan: tiles, W and the states before chunks. With K = V = 128 it
 is 1672 bytes for a token and head, whose inputs have 1284."""
@@ -54,14 +63,14 @@ is 1672 bytes for a token and head, whose inputs have 1284."""
 def keeps(call: Forward) -> bool:
     """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
     dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
-    return call.keep and call.V == K and dense
+    return call.keep and avoids_backward(call) is None and dense
 
 
 def add_tiles(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
     """The memory of the tiles of all chunks, with A_k T only if ``removals``, and the launch that computes them."""
     from ..sm90 import prepare
 
-    p, H, slots = call.p, call.H, call.chunks(C)
+    p, H, K, slots = call.p, call.H, call.K, call.chunks(C)
     k, b, q = (plan.empty(name, slots, H, C, K, dtype=p.q.dtype) for name in KEPT[:3])
     a = plan.empty("weights", slots, H, C, C, dtype=p.q.dtype)
     r = plan.empty("removals", slots, H, C, C, dtype=torch.float16) if removals else a
@@ -79,7 +88,7 @@ def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
     """The launch that walks over the tiles."""
     from ..sm90 import walk as kernels
 
-    V, keep, (first, steps) = call.V, walk.kept is not None, walk.initial
+    K, V, keep, (first, steps) = call.K, call.V, walk.kept is not None, walk.initial
     of_tokens, of_slots, matrices = Tile(C, C), Tile(C, K, 3), Tile(C, C, 3)
     plan.launch(
         kernels.penstock_kda_walk_sm90, call.programs(walk.number, V // C),
@@ -106,9 +115,9 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
     add_walk(plan, call, over_pieces(call, output, piece))
 
 
-SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": K, "V": 128}
-EXAMPLES = (Example("kda", torch.bfloat16, SIZES), Example("kda", torch.bfloat16, SIZES | {"V": 64, "H": 1, "G": 1, "J": 1}))
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward, absent, refuses, examples=EXAMPLES)
+SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 128, "V": 128}
+EXAMPLES = tuple([Example("kda", torch.bfloat16, SIZES | heads) for heads in ({}, {"V": 64, "H": 1, "G": 1, "J": 1}, {"K": 64, "V": 64})])
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_prepare_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "kda_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
+    "kda_pieces_sm90", _pieces, absent, refuses, avoids, examples=in_place(EXAMPLES)
 )

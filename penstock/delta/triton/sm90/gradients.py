@@ -70,11 +70,8 @@ def store_pairs(w_s, o_s, y_s, p_s, m_s, own_s, rate_s, beta, b_t, dbeta, step, 
 
 
 @gluon.jit
-def store_state_products(memory_s, S_s, dS_s, across_s, rate_s):
-    """U dS'^T, Y S^T and dO S^T, transposed and in groups, replace W, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
-    w_s = memory_s.index(0)
-    y_s = memory_s.index(1)
-    o_s = memory_s.index(2)
+def store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s):
+    """U dS'^T, Y S^T and dO S^T, transposed and in groups, in ``d_s``, the memory of W, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([W, C], gl.float32, square)
     i = gl.arange(0, W, gl.SliceLayout(1, square))[:, None]
@@ -87,11 +84,9 @@ def store_state_products(memory_s, S_s, dS_s, across_s, rate_s):
     across_s.store(gl.sum(gl.where(i == j, D, 0.0), 1))
     D_u = D_u * rate_s.load(gl.SliceLayout(0, square))[None, :]
     meet()
-    d_s = reinterpret(memory_s, gl.float32, [3 * GROUPS, W, ROWS], PAIRS)
     store_in_groups(D_u, d_s, 0)
     store_in_groups(D_y, d_s, 1)
     store_in_groups(D_o, d_s, 2)
-    return d_s
 
 
 @gluon.jit
@@ -193,14 +188,18 @@ def penstock_kda_gradients_sm90(
     line = b * T + begin
     line_32 = line.to(gl.int32)
     place = slot * H + h
-    memory_s = gl.allocate_shared_memory(kind, [3, C, V], w_tiles.layout)
+    FIT: gl.constexpr = 2 * W // V  # tiles of W, Y, dO and states that fit in the memory of what follows them
+    d_s = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, W, ROWS], PAIRS)
+    memory_s = reinterpret(d_s, kind, [3 * FIT, C, V], w_tiles.layout)
     w_s = memory_s.index(0)
     y_s = memory_s.index(1)
     o_s = memory_s.index(2)
     q_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [GROUPS, ROWS, W], k_tiles.layout)
-    S_s = gl.allocate_shared_memory(kind, [V, W], S_tiles.layout)
-    dS_s = gl.allocate_shared_memory(kind, [V, W], dS_tiles.layout)
+    far_k = gl.allocate_shared_memory(kind, [2 * GROUPS, ROWS, W], q_tiles.layout)  # of levels 32 and 16
+    far_q = gl.allocate_shared_memory(kind, [2 * GROUPS, ROWS, W], q_tiles.layout)
+    S_s = reinterpret(far_k, kind, [FIT, V, W], S_tiles.layout).index(0)
+    dS_s = reinterpret(far_q, kind, [FIT, V, W], dS_tiles.layout).index(0)
     p_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
     m_s = gl.allocate_shared_memory(kind, [GROUPS * GROUPS, ROWS, ROWS], plain2)
     own_s = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat)
@@ -236,14 +235,13 @@ def penstock_kda_gradients_sm90(
     store_pairs(w_s, o_s, y_s, p_s, m_s, whole_own, rate_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
     mbarrier.wait(loaded.index(1), 0)
     across_s = gl.allocate_shared_memory(gl.float32, [W], flat)
-    d_s = store_state_products(memory_s, S_s, dS_s, across_s, rate_s)
+    store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s)
     meet()  # S_s and dS_s are free
 
-    far_k = reinterpret(S_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)  # of levels 32 and 16
-    far_q = reinterpret(dS_s, kind, [2 * GROUPS, ROWS, W], q_tiles.layout)
     sums_s = reinterpret(far_q.index(GROUPS), gl.float32, [2 * GROUPS, W], flat)
     factors_s = reinterpret(far_q.index(GROUPS + 1), gl.float32, [2 * GROUPS, W], flat)
-    masks_s = reinterpret(dS_s.slice(3 * V // 4, V // 4), kind, [MASKS, ROWS, ROWS], plain2)
+    last_s = reinterpret(far_q, kind, [2 * C, W], dS_tiles.layout).slice(3 * C // 2, C // 2)
+    masks_s = reinterpret(last_s, kind, [MASKS, ROWS, ROWS], plain2)
     store_decays_around(factors_s, total)
     store_masks(masks_s)
     mbarrier.wait(loaded.index(2), 0)
