@@ -14,7 +14,7 @@ from ..errors import Complaints, RangeError, ShapeError
 from ..layers.convolution import short_convolution
 from ..layers.sequences import Sequences
 
-NAMES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+NAMES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def offsets(function: str, batch: int, tokens: int, others: dict[str, Any], *, cached: bool = False) -> Tensor | None:
@@ -25,8 +25,10 @@ def offsets(function: str, batch: int, tokens: int, others: dict[str, Any], *, c
     given = {name: x for name in NAMES if (x := others.get(name)) is not None}
     if not given:
         return None
+    if "cu_seq_lens_k" in given and "cu_seqlens" in given:  # some layers pass cu_seq_lens_q on by this name
+        given.setdefault("cu_seq_lens_q", given.pop("cu_seqlens"))
     complaints = Complaints(function)
-    name = next(iter(given))
+    name = next(one for one in NAMES if one in given)
     if batch != 1:
         complaints.add(ShapeError, name, "None unless the batch has one row", f"{batch} rows", "Concatenate the sequences in one row.")
     if cached:

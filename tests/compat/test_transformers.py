@@ -283,7 +283,9 @@ def test_mamba2_arguments_that_change_the_result_are_refused():
         ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, z=torch.zeros(1, 3))
     with pytest.raises(RangeError, match="mamba2_chunk_scan: cu_seq_lens_q must be None with a cache, got packed sequences"):
         ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, return_final_states=True, cu_seq_lens_q=torch.tensor([0, 1, 3]))
-    for name in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"):
+    with pytest.raises(RangeError, match=r"mamba2_chunk_scan: cu_seq_lens_q must be offsets that .* end at T = 3, got \[0, 1, 2\]"):
+        ours._mamba2_chunk_scan(x, dt, A, bc, bc, 8, cu_seq_lens_q=torch.tensor([0, 1, 2]))
+    for name in ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
         with pytest.raises(RangeError, match=f"mamba2_selective_state_update: {name} must be None, got tensor"):
             ours._mamba2_selective_state_update(torch.zeros(1, 2, 4, 8), *[x] * 5, **{name: torch.zeros(1, 3)})
     with pytest.raises(RangeError, match="mamba2_selective_state_update: A must be expanded from one value a head"):

@@ -1,6 +1,7 @@
 """accelerate() of models of the delta rule: those of transformers, unmodified."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -186,3 +187,22 @@ def test_packed_sequences_that_cannot_be_kept_apart_are_refused(model):
             model(**rows, use_cache=False)
         with pytest.raises(RangeError, match=r"cu_seq(lens|_lens_q) must be None with a cache, .* Pass use_cache=False"):
             model(**batch, use_cache=True)
+
+
+@pytest.mark.parametrize("ends", [[0, 9, 17], [9, 17, 20], [0, 17, 9, 20], [0, 9, 21]])
+def test_offsets_of_other_tokens_are_refused(model, ends):
+    """As of padding behind the last sequence, which belongs to none."""
+    batch = packed(LENGTHS, ()) | {"cu_seq_lens_q": torch.tensor(ends)}
+    message = f"cu_seq_lens_q must be offsets that begin at 0, never fall and end at T = 20, got {re.escape(str(ends))}"
+    with torch.no_grad(), accelerate(model), pytest.raises(RangeError, match=f"causal_conv1d_fn: {message}"):
+        model(**batch, use_cache=False)
+
+
+def test_offsets_of_keys_are_those_of_queries(model):
+    batch = packed(LENGTHS, DESCRIBED[0])
+    with torch.no_grad(), accelerate(model):
+        with pytest.raises(RangeError, match="causal_conv1d_fn: cu_seq_lens_k must be of the same sequences as cu_seq_lens_q, got other"):
+            model(**batch | {"cu_seq_lens_k": torch.tensor([0, 20])}, use_cache=False)
+        del batch["cu_seq_lens_q"]
+        with pytest.raises(RangeError, match="causal_conv1d_fn: cu_seq_lens_k must be None without cu_seq_lens_q, got a tensor"):
+            model(**batch, use_cache=False)

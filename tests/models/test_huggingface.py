@@ -278,6 +278,12 @@ def test_errors(tmp_path: Path) -> None:
         ({"attention_mask": -1e9 * torch.ones(3, 9)}, RangeError, "attention_mask must be 0 for padding and 1 for tokens, got -1000000000"),
         ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\], got \[3, 1, 9, 9\]"),
         ({"attention_mask": torch.ones(3, 12)}, ShapeError, r"attention_mask must be of shape \[3, 9\], got \[3, 12\]"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, RangeError, r"cu_seqlens must be offsets that begin at 0, .* end at B T = 27, got \[0, 9\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 40, 27]), "attention_mask": torch.tensor([[0] + [1] * 8] * 3)},
+            RangeError,
+            r"cu_seq_lens_q must be offsets that begin at 0, never fall and end at B T = 27, got \[0, 40, 27\]",
+        ),
         ({"attention_mask": torch.zeros_like(IDS)}, RangeError, "attention_mask must be 1 for at least one token, got padding only"),
         ({"labels": IDS[:, 1:]}, ShapeError, r"labels must be of shape \[3, 9\], as input_ids, got \[3, 8\]"),
         ({"logits_to_keep": -1}, RangeError, "logits_to_keep must be at least 0, got -1"),

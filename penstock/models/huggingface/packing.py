@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...call.declaration import INDICES
 from ...call.validation import reads_values
 from ...errors import Complaints, RangeError, ShapeError, described
+from ...tokens.packing import offsets as ends_at
 from .logits_to_keep import columns
 
 
@@ -84,11 +85,13 @@ def offsets(
 
     Of several arguments the first counts; where values can be read without waiting for a device, all must say the same.
     """
-    complaints = Complaints(function)
-    given = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    complaints, axis = Complaints(function), "T" if batch == 1 else "B T"
+    whole, given = ends_at(axis), {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
     for name, x in given.items():
         if x is not None and not (isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INDICES and x.numel()):
             complaints.add(ShapeError, name, "an int32 or int64 tensor of shape [N+1]", _described(x))
+        elif x is not None and reads_values(x) and (wrong := whole(x, {axis: batch * tokens}, {})) is not None:
+            complaints.add(RangeError, name, *wrong)
     by_token = {"seq_idx": (seq_idx, _of_numbers), "position_ids": (position_ids, _of_positions)}
     for name, (x, _) in by_token.items():
         fits = isinstance(x, Tensor) and list(x.shape) in ([batch, tokens], [1, tokens]) and x.dtype in INDICES
