@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,6 +49,12 @@ def _value(tokenizer: Tokenizer, token: int) -> bytes | None:
     return tokenizer.token_bytes[token] if token < tokenizer.vocab_size else b""
 
 
+def _divided(value: bytes) -> tuple[str, bytes]:
+    """The text of whole characters, and an incomplete one at the end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(value), decoder.getstate()[0]
+
+
 class CompletionWriter:
     """Writes log probabilities of one completion, piece by piece. Keeps the place in the text.
 
@@ -57,6 +64,8 @@ class CompletionWriter:
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(after), 0
+        self._held = b""
+        """Bytes of the last tokens, whose text the stream has not given."""
 
     def write(self, found: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> CompletionLogprobs:
         """Log probabilities of the next tokens. None: of a token with nothing before it."""
@@ -65,7 +74,7 @@ class CompletionWriter:
             piece.tokens.append(token_text(self._tokenizer, token))
             piece.token_logprobs.append(None if one is None else one.logprob)
             piece.top_logprobs.append(None if one is None else self._top(one))
-            piece.text_offset.append(self._offset)
+            piece.text_offset.append(self._offset + self._held_size(token))
             self.skip([token])
         return piece
 
@@ -73,7 +82,20 @@ class CompletionWriter:
         """Take tokens whose log probabilities are written elsewhere."""
         for token in tokens:
             if token < self._tokenizer.vocab_size:
-                self._offset += len(self._stream.push(token))
+                text = self._stream.push(token)
+                self._offset += len(text)
+                self._held += _value(self._tokenizer, token) or b""
+                if text and self._held:
+                    self._held = b"" if self._held.isascii() else _divided(self._held)[1]
+
+    def _held_size(self, token: int) -> int:
+        """The size of the held text before a token. A part of a character has the place of its character."""
+        if token < self._tokenizer.vocab_size and _value(self._tokenizer, token) is None:  # it ends a run of tokens of bytes
+            try:
+                return len(self._held.decode())
+            except UnicodeDecodeError:
+                return len(self._held)  # U+FFFD for each
+        return len(_divided(self._held)[0]) if self._held else 0
 
     def to_json(self, found: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> str:
         """The same as JSON, for many tokens: their objects are not in memory together, and Python's lock is never held for long."""
