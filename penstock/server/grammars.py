@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from ..errors import Complaints, MissingExtra, RangeError
-from ..models.tokenizers import HuggingFace, Tokenizer
+from ..models.tokenizers import HuggingFace, Tokenizer, ends_of
 from .errors import Refused
 from .limits import Limits
 from .protocol import ResponseFormat
@@ -31,22 +31,34 @@ class GrammarConstraint:
 
     param : str
         The field of the request that the grammar is of.
+    end : int, optional
+        The token that llguidance knows as the end of an answer...
+    others : collection of int
+        ...and those that end one as well. They may follow wherever it may.
     """
 
-    def __init__(self, matcher: Any, param: str) -> None:
-        self._matcher, self._param = matcher, param
-        self.mask: bytes = matcher.compute_bitmask()
-        self._check()
+    def __init__(self, matcher: Any, param: str, end: int | None = None, others: Collection[int] = ()) -> None:
+        self._matcher, self._param, self._end, self._others = matcher, param, end, others
+        self.mask = self._mask()
 
     def accept(self, token: int) -> bool:
         """Take a token; whether nothing can follow."""
-        self._matcher.consume_token(token)
+        self._matcher.consume_token(self._end if token in self._others else token)
         self._check()
         if self._matcher.is_stopped():
             return True
-        self.mask = self._matcher.compute_bitmask()
-        self._check()
+        self.mask = self._mask()
         return False
+
+    def _mask(self) -> bytes:
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check()
+        if not self._others or self._end is None or not mask[self._end // 8] >> self._end % 8 & 1:
+            return mask
+        wider = bytearray(mask)
+        for token in self._others:
+            wider[token // 8] |= 1 << token % 8
+        return bytes(wider)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -104,7 +116,9 @@ class Grammars:
         if wrong:
             message = f"{function}: {param} must be a JSON schema that llguidance knows, got one with: {wrong}."
             raise Refused(400, message, param=param)
-        return lambda: GrammarConstraint(first.deep_copy(), param)
+        end = self._tokenizer.end_of_text
+        others = ends_of(self._tokenizer) - {end}
+        return lambda: GrammarConstraint(first.deep_copy(), param, end, others)
 
 
 def _check(schema: dict[str, Any], function: str, param: str, limits: Limits) -> None:
@@ -171,14 +185,15 @@ class Vocabulary:
 
 
 def _values(tokenizer: Tokenizer, vocab_size: int) -> list[bytes] | None:
-    """The bytes of each token of a model in the middle of a text; None if they are not known."""
+    """The bytes of each token of a model in the middle of a text, none for those that end an answer; None if they are not known."""
     found = tokenizer.token_bytes
     if isinstance(tokenizer, HuggingFace):
         pieces = tokenizer.pieces
         if pieces is None:
             return None
         found = [*pieces, *[b""] * (vocab_size - len(pieces))]
-    return [bytes(one or b"") for one in found]
+    ends = ends_of(tokenizer)  # some files have them as text
+    return [b"" if one is None or token in ends else bytes(one) for token, one in enumerate(found)]
 
 
 def _for_llguidance(tokenizer: Tokenizer, vocab_size: int) -> Any:

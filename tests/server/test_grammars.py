@@ -12,7 +12,7 @@ from tokenizer_files import MARKERS, TOKENIZERS, add_markers, tokenizer_of, writ
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import HuggingFace
+from penstock.models.tokenizers import HuggingFace, ends_of
 from penstock.server.grammars import Grammars
 
 pytest.importorskip("llguidance")
@@ -154,11 +154,23 @@ def with_decoders(file):
     file.write_text(json.dumps(content), "utf-8")
 
 
+def with_ends(file):
+    """Several ends of answers, which the file has as text."""
+    from tokenizers import AddedToken, Tokenizer
+
+    made = Tokenizer.from_file(str(file))
+    made.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("<|im_end|>", "<|eot|>")])
+    made.save(str(file))
+    ends = [made.token_to_id(text) for text in ("<|im_end|>", "<|eot|>", "<end>")]
+    file.with_name("generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
 CHANGED = {
     "markers": ("bytes", partial(add_markers, special=False)), "special markers": ("bytes", partial(add_markers, special=True)),
     "prefix space": ("bytes", with_prefix_space), "sequence": ("bytes", with_decoders),
     "markers of bytes": ("fallback", partial(add_markers, special=False)), "decoder of metaspace": ("fallback", with_decoders),
     "special markers of bytes": ("fallback", partial(add_markers, special=True)),
+    "ends": ("bytes", with_ends), "ends of bytes": ("fallback", with_ends),
 }  # fmt: skip
 """Other kinds of tokenizer.json."""
 
@@ -184,6 +196,29 @@ def test_markers_may_be_tokens(name, tmp_path):
         assert constraint.mask[token // 8] >> token % 8 & 1
         ended = constraint.accept(token)
     assert ended
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, *CHANGED])
+def test_no_token_that_ends_an_answer_is_a_part_of_it(name, tmp_path):
+    tokenizer = changed(name, tmp_path, ["the cat"])
+    ends = ends_of(tokenizer)
+    assert len(ends) == (3 if "ends" in name else 1)
+    constraint = Grammars(tokenizer, tokenizer.vocab_size).compile({"type": "string"}, "test")()
+    quote = next(token for token in range(tokenizer.vocab_size) if constraint.mask[token // 8] >> token % 8 & 1)
+    assert not constraint.accept(quote)
+    assert not any(constraint.mask[token // 8] >> token % 8 & 1 for token in ends)
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, *CHANGED])
+def test_every_token_that_ends_an_answer_may_end_what_follows_a_grammar(name, tmp_path):
+    """Models for chats end a message by another token than a text, as Llama 3, whose files name that of texts first."""
+    tokenizer = changed(name, tmp_path, ["the cat"])
+    made = Grammars(tokenizer, tokenizer.vocab_size).compile_lark("start: /b?a*/", "test", "tools")
+    for end in ends_of(tokenizer):
+        constraint = made()
+        assert not constraint.accept(tokenizer.encode("ba")[-1])
+        assert constraint.mask[end // 8] >> end % 8 & 1
+        assert constraint.accept(end)
 
 
 @pytest.fixture(scope="module", params=[*TOKENIZERS, *CHANGED])
