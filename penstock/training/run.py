@@ -14,7 +14,7 @@ from ..errors import Complaints, DeviceError, RangeError
 from ..layers.keywords import suggestion
 from ..models import CausalLM, load, save
 from ..models.checkpoints.native import stored
-from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
+from ..models.tokenizers import Bytes, Tokenizer, World, ends_of, load_tokenizer
 from .data import Windows, find_files, is_text, read
 from .progress import Say, about_data, about_model, teller
 from .ranks import context_of, find_ranks, join
@@ -77,7 +77,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
             (folder / "config.json").write_text(json.dumps(stored(whole.config), indent=2), "utf-8")
         if source is not None:
             (folder / source.name).write_bytes(source.read_bytes())
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}), "utf-8")
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _ends(tokenizer)}), "utf-8")
 
     checkpoint = last_checkpoint(training, model.config)
     half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
@@ -106,6 +106,13 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     if whole is not None and trainer.is_world_process_zero():
         write(output, whole)
     return Trained(output, step, losses[-1] if losses else None, found, trainer.is_world_process_zero())
+
+
+def _ends(tokenizer: Tokenizer) -> int | list[int] | None:
+    """The tokens that end an answer, as transformers' files have them: the one that ends a text is the first."""
+    end = tokenizer.end_of_text
+    others = sorted(ends_of(tokenizer) - {end})
+    return end if end is None or not others else [end, *others]
 
 
 def _sharding(mesh: Mesh, device: str, count: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Training by transformers' Trainer: losses, checkpoints, resuming, and what is saved."""
 
+import json
 import math
 import re
 import shutil
@@ -273,17 +274,20 @@ def test_gradient_checkpointing_and_bfloat16_run(settings, checkpointing):
     assert all(value.dtype == torch.float32 for value in weights(trained.folder).values())
 
 
-def test_a_tokenizer_file_is_kept_with_the_model(settings, tmp_path):
+@pytest.mark.parametrize("ends", [1, [1], [1, 0], None], ids=str)
+def test_a_tokenizer_file_is_kept_with_the_model(settings, tmp_path, ends):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "t": 1, "c": 2}, merges=[]))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ends}))
     trained = train(settings(data__tokenizer=str(tmp_path / "tokenizer.json"), data__length=8, training__steps=1))
     assert load(trained.folder).config.vocab_size == 3
     for folder in (trained.folder, trained.folder / "checkpoint-1"):
         kept = load_tokenizer(folder)
         assert kept.encode("cat") == [2, 0, 1]
-        assert kept.end_of_text == 1
+        wanted = load_tokenizer(tmp_path / "tokenizer.json")
+        assert (kept.end_of_text, kept.ends) == (wanted.end_of_text, wanted.ends)
+        assert kept.ends == {*(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 def test_checkpoints_of_another_model_are_refused(settings):
