@@ -121,7 +121,7 @@ class JinjaTemplate:
     strips = False
 
     def __init__(self, source: str, special: dict[str, str] | None = None, name: str = "template") -> None:
-        from jinja2 import TemplateError, meta
+        from jinja2 import TemplateError, meta, nodes
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         from .template_tags import Generation
@@ -134,15 +134,16 @@ class JinjaTemplate:
         self._special = special or {}
         self.calls, self.reasoning = recognised_calls(source), recognised_reasoning(source)
         try:
-            self._template = environment.from_string(source)
-            known = meta.find_undeclared_variables(environment.parse(source))
+            self._template, parsed = environment.from_string(source), environment.parse(source)
+            developers = any(one.value == "developer" for one in parsed.find_all(nodes.Const))  # a word of a text is no role
+            known = meta.find_undeclared_variables(parsed)  # which changes what was parsed
         except TemplateError as error:
             complaints = Complaints("serve")
             complaints.add(RangeError, "chat_template", "a Jinja template", f"{name} ({error})", "Give another with --chat-template.")
             complaints.raise_any()
         self.variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
         self._takes_tools = "tools" in known
-        self._roles = {} if "developer" in source else {"developer": "system"}
+        self._roles = {} if developers else {"developer": "system"}
         """Names of roles that the template does not know, as it has them."""
 
     def __reduce__(self) -> tuple[Any, ...]:

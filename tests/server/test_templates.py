@@ -33,7 +33,14 @@ def test_marks_of_training_are_passed_over():
     assert JinjaTemplate(source).render(MESSAGES) == JinjaTemplate(re.sub(r"{% (end)?generation %}", "", source)).render(MESSAGES)
 
 
-@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+DEVELOPERS = {
+    "": "system", "{# developer #}": "system", "{% if false %}a developer's text{% endif %}": "system",
+    "{% if messages[0].role == 'developer' %}{% endif %}": "developer", '{% if "a" in ["system", "developer"] %}{% endif %}': "developer",
+}  # fmt: skip
+"""Parts of templates, and the role that they have for a developer."""
+
+
+@pytest.mark.parametrize(("known", "role"), DEVELOPERS.items())
 def test_developers_are_the_system_of_templates_that_do_not_know_them(known, role):
     source = known + "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
     assert JinjaTemplate(source).render([Message(role="developer", content="a")]) == f"<{role}>a"
