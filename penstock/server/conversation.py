@@ -80,7 +80,7 @@ async def prepare(
     form, constraint = answer_form(template, talk, prompt), None
     if _constrained(talk, form):
         constraint = await service.compiled(function, _constraint, service, talk, form, function)
-    if form.calls is not None and form.calls.end and not talk.parallel:
+    if form.calls is not None and not talk.parallel:
         constraint = with_one_call(service.tokenizer, service.engine.vocab_size, form, constraint)
     return Prepared(prompt, form, constraint, template.stops)
 

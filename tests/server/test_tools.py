@@ -162,6 +162,14 @@ def test_an_answer_that_may_have_one_call_ends_with_it(thinking, api, place, str
     thinking.settles()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_one_call_is_the_end_in_every_family(serving, family, api, stream):
+    with scripted(serving.engine, CALLS[family], ends=False):
+        asked = api.ask(serving, tools=TOOLS, parallel=False, stream=stream)
+    assert asked.answer == Answer("", "", [OSLO], "calls")
+    serving.settles()
+
+
 def test_several_results(hermes, api):
     text = f"{HERMES_CALL}\n{HERMES_CALL}"
     with scripted(hermes.engine, text, "So") as prompts:
