@@ -84,18 +84,23 @@ class CompletionWriter:
             if token < self._tokenizer.vocab_size:
                 text = self._stream.push(token)
                 self._offset += len(text)
-                self._held += _value(self._tokenizer, token) or b""
+                value = _value(self._tokenizer, token)
+                self._held += value or b""
                 if text and self._held:
-                    self._held = b"" if self._held.isascii() else _divided(self._held)[1]
+                    self._held = b"" if value is None or self._held.isascii() else _divided(self._held)[1]
 
     def _held_size(self, token: int) -> int:
         """The size of the held text before a token. A part of a character has the place of its character."""
-        if token < self._tokenizer.vocab_size and _value(self._tokenizer, token) is None:  # it ends a run of tokens of bytes
+        if not self._held:
+            return 0
+        value = _value(self._tokenizer, token)
+        if value is None:  # it ends a run of tokens of bytes
             try:
                 return len(self._held.decode())
             except UnicodeDecodeError:
                 return len(self._held)  # U+FFFD for each
-        return len(_divided(self._held)[0]) if self._held else 0
+        text, rest = _divided(self._held + value[:1])  # with the first byte, which may or may not belong to the character before it
+        return len(text) - (value != b"" and not rest)
 
     def to_json(self, found: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> str:
         """The same as JSON, for many tokens: their objects are not in memory together, and Python's lock is never held for long."""

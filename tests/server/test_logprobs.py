@@ -48,15 +48,16 @@ def test_places_in_a_text_that_follows_a_prompt(tokenizer):
         assert text[offset:].startswith(name)
 
 
-@pytest.mark.parametrize("before", ["\n", "a\n\n", "世\n世", "\n\x80"], ids=repr)
+@pytest.mark.parametrize("before", ["\n", "a\n\n", "世\n世", "\n\x80", "\nñ\x80"], ids=repr)
 def test_places_after_tokens_of_bytes(tokenizer, before):
     """As of line ends in files of Llama 2: the text of a run of these is known when it ends."""
     run = [single(tokenizer, byte) for byte in before.encode("latin-1" if before.endswith("\x80") else "utf-8")]
-    tokens = [*tokenizer.encode("cat"), *run, tokenizer.encode("the cat")[-1]]
+    last = tokenizer.encode("the cat")[-1]
+    tokens = [*tokenizer.encode("cat"), *run, last, last]
     text = tokenizer.decode(tokens)
     found = CompletionWriter(tokenizer).write([TokenLogprobs(token, -1.0, ()) for token in tokens], tokens)
-    assert text.endswith(found.tokens[-1])
-    assert text[found.text_offset[-1] :] == found.tokens[-1]
+    assert text.endswith(2 * found.tokens[-1])
+    assert [text[offset:] for offset in found.text_offset[-2:]] == [2 * found.tokens[-1], found.tokens[-1]]
     assert found.text_offset == sorted(found.text_offset)
     for name, offset in zip(found.tokens[1:], found.text_offset[1:]):
         assert name.startswith("bytes:") or text[offset:].startswith((name, "\ufffd"))
