@@ -15,7 +15,7 @@ from ..models.tokenizers import LONGEST
 from .caller import current
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
-from .logprobs import PIECE, CompletionWriter, prompt_json, shortened
+from .logprobs import PIECE, CompletionWriter, echoed_begin, prompt_json, shortened
 from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, StreamOptions
 from .saving import keep_states, state_of
 from .service import Service
@@ -76,6 +76,8 @@ class Scores:
     tokens: list[int]
     before: Sequence[int]
     """The last tokens before the text of the answer."""
+    begin: int
+    """What the text has at its begin beside its tokens."""
 
 
 def _collected(
@@ -87,7 +89,8 @@ def _collected(
         for done in one.result.completions:
             text = (job.text if body.echo else "") + done.text
             choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=finish_reason(done.finish_reason)))
-            scores.append(Scores(one.result.prompt_logprobs, done.logprobs, done.tokens, _before(one.prompt, body.echo)))
+            begin = echoed_begin(service.tokenizer, job.text, one.prompt) if body.echo else 0
+            scores.append(Scores(one.result.prompt_logprobs, done.logprobs, done.tokens, _before(one.prompt, body.echo), begin))
     keep_states(service, choices, generation)
     return CompletionAnswer(**heading, usage=generation.usage()), choices, scores
 
@@ -114,7 +117,8 @@ def _written(
         if most is not None:
             begin = [] if given is None or not echo else shortened(given, most)
             tokens = [] if given is None else given.prompt[: len(begin)]
-            more = CompletionWriter(texts.tokenizer, found.before).to_json([*begin, *found.logprobs], [*tokens, *found.tokens])
+            writer = CompletionWriter(texts.tokenizer, found.before, found.begin)
+            more = writer.to_json([*begin, *found.logprobs], [*tokens, *found.tokens])
         listed.append(written(choice, logprobs=more, **prompt_json(texts.tokenizer, given, of_prompt)))
     return answered(answer, listed)
 
@@ -139,7 +143,8 @@ def _echo(writer: CompletionWriter, index: int, text: str, known: PromptLogprobs
 
 def _written_echo(texts: Texts, heading: dict[str, Any], index: int, text: str, known: PromptLogprobs) -> bytes:
     """The same as events of a stream."""
-    choices = _echo(CompletionWriter(texts.tokenizer), index, text, known)
+    writer = CompletionWriter(texts.tokenizer, begin=echoed_begin(texts.tokenizer, text, known.prompt))
+    choices = _echo(writer, index, text, known)
     return b"".join(encoded(CompletionAnswer(**heading, choices=[one])) for one in choices)
 
 
@@ -155,8 +160,9 @@ class StreamWriter:
         first = event.index not in self._writers
         place = event.index // self._generation.n
         if first:
-            before = _before(self._generation.requests[place].prompt, self._body.echo)
-            self._writers[event.index] = CompletionWriter(self._service.tokenizer, before)
+            tokenizer, prompt = self._service.tokenizer, self._generation.requests[place].prompt
+            begin = echoed_begin(tokenizer, self._generation.jobs[place].text, prompt) if self._body.echo else 0
+            self._writers[event.index] = CompletionWriter(tokenizer, _before(prompt, self._body.echo), begin)
         writer, wanted = self._writers[event.index], self._body.logprobs is not None
         if first and self._body.echo:
             text, known = self._generation.jobs[place].text, self._generation.requests[place].result.prompt_logprobs

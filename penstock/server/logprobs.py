@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..engine import TokenLogprobs
-from ..models.tokenizers import Tokenizer
+from ..models.tokenizers import LONGEST, Tokenizer
 from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 PIECE = 256
@@ -49,6 +49,12 @@ def _value(tokenizer: Tokenizer, token: int) -> bytes | None:
     return tokenizer.token_bytes[token] if token < tokenizer.vocab_size else b""
 
 
+def echoed_begin(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> int:
+    """How many more characters a prompt has at its begin than its tokens: some files add a space, and some remove one."""
+    found = tokenizer.decode(tokens[:LONGEST])
+    return (len(text) - len(text.lstrip(" "))) - (len(found) - len(found.lstrip(" ")))
+
+
 def _divided(value: bytes) -> tuple[str, bytes]:
     """The text of whole characters, and an incomplete one at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -60,10 +66,12 @@ class CompletionWriter:
 
     after : list of int
         Tokens before the text.
+    begin : int
+        How many more characters the text has at its begin than its tokens: see ``echoed_begin``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
-        self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(after), 0
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = (), begin: int = 0) -> None:
+        self._tokenizer, self._stream, self._offset, self._begin = tokenizer, tokenizer.stream(after), 0, begin
         self._held = b""
         """Bytes of the last tokens, whose text the stream has not given."""
 
@@ -82,9 +90,10 @@ class CompletionWriter:
         """Take tokens whose log probabilities are written elsewhere."""
         for token in tokens:
             if token < self._tokenizer.vocab_size:
-                text = self._stream.push(token)
+                text, value = self._stream.push(token), _value(self._tokenizer, token)
                 self._offset += len(text)
-                value = _value(self._tokenizer, token)
+                if value != b"":
+                    self._offset, self._begin = self._offset + self._begin, 0
                 self._held += value or b""
                 if text and self._held:
                     self._held = b"" if value is None or self._held.isascii() else _divided(self._held)[1]

@@ -1,11 +1,13 @@
 """Names and bytes of tokens in log probabilities."""
 
+import json
+
 import pytest
-from tokenizer_files import TOKENIZERS, tokenizer_of
+from tokenizer_files import TOKENIZERS, tokenizer_of, written
 
 from penstock.engine import TokenLogprobs
-from penstock.models.tokenizers import Bytes
-from penstock.server.logprobs import CompletionWriter, chat_logprobs, token_bytes, token_text
+from penstock.models.tokenizers import Bytes, HuggingFace
+from penstock.server.logprobs import CompletionWriter, chat_logprobs, echoed_begin, token_bytes, token_text
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
@@ -61,6 +63,37 @@ def test_places_after_tokens_of_bytes(tokenizer, before):
     assert found.text_offset == sorted(found.text_offset)
     for name, offset in zip(found.tokens[1:], found.text_offset[1:]):
         assert name.startswith("bytes:") or text[offset:].startswith((name, "\ufffd"))
+
+
+SPACES = {
+    "prefix space": ("bytes", {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}}),
+    "metaspace": (
+        "fallback",
+        {
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False},
+        },
+    ),
+}
+"""Files that add a space to the begin of a text that has none, and what they change."""
+
+
+@pytest.mark.parametrize("text", ["the cat", " the cat", "  the cat"])
+@pytest.mark.parametrize("name", [*TOKENIZERS, *SPACES])
+def test_places_in_an_echo(name, text, tmp_path):
+    if name in SPACES:
+        kind, change = SPACES[name]
+        file = written(tmp_path, ["the cat"])[kind]
+        file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **change}), "utf-8")
+        tokenizer = HuggingFace(file)
+    else:
+        tokenizer = tokenizer_of(name, tmp_path)
+    prompt = tokenizer.encode(text)
+    begin = echoed_begin(tokenizer, text, prompt)
+    found = CompletionWriter(tokenizer, begin=begin).write([TokenLogprobs(token, -1.0, ()) for token in prompt], prompt)
+    assert found.text_offset[0] == 0
+    for token, offset in zip(found.tokens[1:], found.text_offset[1:]):
+        assert text[offset:].startswith(token)
 
 
 def test_a_part_of_a_character_beside_text():
