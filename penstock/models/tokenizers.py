@@ -192,8 +192,8 @@ class HuggingFace:
     """A ``tokenizer.json``. Needs the package tokenizers.
 
     file : Path
-        ``tokenizer.json``. The tokens that end a text are read from ``generation_config.json``, ``config.json`` or
-        ``tokenizer_config.json`` beside it, the first that names any.
+        ``tokenizer.json``. The tokens that end a text are read from ``generation_config.json`` or ``config.json`` beside it, the first
+        that names any, and from ``tokenizer_config.json``.
     """
 
     def __init__(self, file: Path) -> None:
@@ -269,15 +269,16 @@ class HuggingFace:
         return str(self._rust.to_str())
 
     def _find_ends(self, folder: Path) -> list[int]:
+        found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             given = _json(folder / name).get("eos_token_id")
             several = given if isinstance(given, list) else [given]
             if found := [one for one in several if type(one) is int and 0 <= one < self.vocab_size]:
-                return found
-        given = _json(folder / "tokenizer_config.json").get("eos_token")
+                break
+        given = _json(folder / "tokenizer_config.json").get("eos_token")  # a model for chats may have the files of its base model beside
         given = given.get("content") if isinstance(given, dict) else given
         token = self._rust.token_to_id(given) if isinstance(given, str) else None
-        return [] if token is None else [token]
+        return found if token is None or token in found else [*found, token]
 
     def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
         """Tokens of a text; with ``special``, also those that the file adds; of one that continues ``after``, without a space before it."""

@@ -299,6 +299,10 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
     found = load_tokenizer(tmp_path)
     assert (found.end_of_text, found.ends) == (3, {3, 0})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))  # as of a chat beside its base model
+    found = load_tokenizer(tmp_path)
+    assert (found.end_of_text, found.ends) == (3, {3, 0, *ours.encode("a")})
+    (tmp_path / "tokenizer_config.json").unlink()
     for content in ('{"eos_token_id": true}', '{"eos_token_id": [[3]]}', '{"eos_token_id": -1}', "[3]", "{", '{"a":' * 100_000):
         (tmp_path / "config.json").write_text(content)
         assert load_tokenizer(tmp_path).end_of_text is None
