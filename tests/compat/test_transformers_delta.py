@@ -164,6 +164,20 @@ def test_packed_sequences_are_kept_apart(model, names):
             torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_recurrent_layers_of_other_models_keep_packed_sequences_apart(name, monkeypatch):
+    """GLM's other layers have no masks of packed sequences."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    config, kind, sizes = OTHERS[name]
+    if not hasattr(transformers, kind):
+        pytest.skip("this transformers does not have it")
+    model, batch = built(config, kind, {**sizes, "layer_types": ["linear_attention"] * 2}), packed(LENGTHS, DESCRIBED[0])
+    with torch.no_grad():
+        expected = torch.cat([model(one, use_cache=False)[0] for one in batch["input_ids"].split(LENGTHS, 1)], 1)
+        with accelerate(model):
+            torch.testing.assert_close(model(**batch, use_cache=False)[0], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_gradients_of_packed_sequences_are_those_of_each_alone(model):
     batch, found = packed(LENGTHS, DESCRIBED[0]), []
     upstream = torch.randn(1, sum(LENGTHS), 40, generator=torch.Generator().manual_seed(1))
