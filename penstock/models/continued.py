@@ -1,9 +1,9 @@
-"""Tokens of a text that continues another one, where a ``tokenizer.json`` adds a space to the begin of a text."""
+"""Tokens of a text that continues another one, where a ``tokenizer.json`` changes the begin of a text."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Continued:
@@ -16,64 +16,105 @@ class Continued:
     """
 
     def __init__(self, rust: Any) -> None:
+        from tokenizers import Tokenizer, models
+
         self._rust = rust
-        self._added = {token: one.content for token, one in rust.get_added_tokens_decoder().items()}
-        self._parts = {after_added: _parts(rust, after_added) for after_added in (False, True)}
-        """Normalizer and pre-tokenizer after a text and after an added token. None: those of the file."""
+        self._added = rust.get_added_tokens_decoder()
+        self._parts = {normalized: _parts(rust, normalized) for normalized in (None, True, False)}
+        """Parts after a text (None), and after an added token that is found in the normalized text or not. None: those of the file."""
+        self._finder = Tokenizer(models.BPE())
+        """It has the added tokens only: any other text may have the same tokens, as unknown characters do."""
+        if rust.normalizer is not None:
+            self._finder.normalizer = rust.normalizer
+        self._finder.add_tokens([*self._added.values()])
 
     def encode(self, text: str, last: int) -> list[int]:
         """Tokens of a text after the token ``last``."""
         found = self._rust.encode(text, add_special_tokens=False)
-        parts, ids = self._parts[last in self._added], list(found.ids)
+        parts, ids = self._parts[self._added[last].normalized if last in self._added else None], list(found.ids)
         if parts is None:
             return ids
-        for n, token in enumerate(ids):
-            if token in self._added:
-                begin, end = found.token_to_chars(n)
-                if text[begin:end].strip() == self._added[token]:  # an unknown character may have the token of an added text
-                    return [*self._model_tokens(text[:begin], *parts), *ids[n:]]
-        return self._model_tokens(text, *parts)
+        added = self._finder.encode(text, add_special_tokens=False).offsets
+        if not added:
+            return self._model_tokens(text, parts)
+        begin = added[0][0]
+        n = next(n for n, token in enumerate(ids) if token in self._added and found.offsets[n][0] >= begin)
+        return [*self._model_tokens(text[:begin], parts), *ids[n:]]
 
-    def _model_tokens(self, text: str, normalizer: Any, pre_tokenizer: Any) -> list[int]:
+    def _model_tokens(self, text: str, parts: _Parts) -> list[int]:
         """Tokens of a text without added ones."""
+        model = self._rust.model
+        text = text if parts.normalizer is None else parts.normalizer.normalize_str(text)
+        return [token.id for piece in parts.pieces(text) for token in model.tokenize(piece)]
+
+
+class _Parts(NamedTuple):
+    """Parts of a tokenizer without what changes the begin of a text. None: there is no such part."""
+
+    normalizer: Any
+    own: Any
+    """The pre-tokenizer of the file."""
+    splits: Any
+    """What it does before it adds a space, perhaps to each piece."""
+    rest: Any
+    """What it does then, without a space."""
+
+    def pieces(self, text: str) -> list[str]:
+        """Texts to pass to the model."""
         if not text:
             return []
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        pieces = [text] if pre_tokenizer is None else [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
-        model = self._rust.model
-        return [token.id for piece in pieces for token in model.tokenize(piece)]
+        if self.splits is None:
+            return [text] if self.rest is None else [piece for piece, _ in self.rest.pre_tokenize_str(text)]
+        found, own = self.splits.pre_tokenize_str(text), self.own.pre_tokenize_str(text)
+        if not found or found[0][1][0]:  # white space was left out before the first piece: its space is one of the text
+            return [piece for piece, _ in own]
+        first, (_, end) = found[0]
+        return [*(piece for piece, _ in self.rest.pre_tokenize_str(first)), *(piece for piece, (begin, _) in own if begin >= end)]
 
 
-def _parts(rust: Any, after_added: bool) -> tuple[Any, Any] | None:
-    """Normalizer and pre-tokenizer without what adds spaces to the begin of a text. None: the file's add none."""
+def _parts(rust: Any, normalized: bool | None) -> _Parts | None:
+    """Parts for what follows a text (None), or an added token. None: the file's change no begin of a text."""
     from tokenizers import normalizers, pre_tokenizers
 
-    given = [None if part is None else json.loads(part.__getstate__()) for part in (rust.normalizer, rust.pre_tokenizer)]
-    found = [_without_space(part, after_added) for part in given]
-    if found == given:
+    steps = [_steps(None if part is None else json.loads(part.__getstate__())) for part in (rust.normalizer, rust.pre_tokenizer)]
+    found = [[_unchanging(one, normalized) for one in some] for some in steps]
+    if found == steps:
         return None
-    return _made(normalizers.Sequence([]), found[0]), _made(pre_tokenizers.Sequence([]), found[1])
+    changed = next((n for n, (one, other) in enumerate(zip(found[1], steps[1])) if one != other), 0)
+    normalizer = _made(normalizers.Sequence([]), "normalizers", [one for one in found[0] if one is not None])
+    splits, rest = (_made(pre_tokenizers.Sequence([]), "pretokenizers", some) for some in (found[1][:changed], found[1][changed:]))
+    return _Parts(normalizer, rust.pre_tokenizer, splits, rest)
 
 
-def _made(part: Any, state: dict[str, Any] | None) -> Any:
-    """The part of a tokenizer that has a state. It takes any state of its kind."""
+def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The states of the parts of a part of a tokenizer, in their order."""
     if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [one for part in state["normalizers" if "normalizers" in state else "pretokenizers"] for one in _steps(part)]
+
+
+def _made(part: Any, name: str, states: list[Any]) -> Any:
+    """A sequence of the parts of these states. None: there are none."""
+    if not states:
         return None
-    part.__setstate__(json.dumps(state).encode())
+    part.__setstate__(json.dumps({"type": "Sequence", name: states}).encode())
     return part
 
 
-def _without_space(state: dict[str, Any] | None, after_added: bool) -> dict[str, Any] | None:
-    """The state of a part of a tokenizer, or None for one that only adds a space."""
-    kind = None if state is None else state["type"]
-    if state is None or (kind == "Prepend" and not after_added):
+def _unchanging(state: dict[str, Any], normalized: bool | None) -> dict[str, Any] | None:
+    """The state of a part that leaves the begin of a text as it is. None: the part does nothing else.
+
+    Normalizers run on what is between added tokens that are not ``normalized``, pre-tokenizers on what is between any of them.
+    """
+    kind, begins = state["type"], normalized is None
+    if kind == "Prepend" and normalized is not False:
         return None
-    if kind == "Sequence":
-        name = "normalizers" if "normalizers" in state else "pretokenizers"
-        parts = [_without_space(one, after_added) for one in state[name]]
-        return {**state, name: [one for one in parts if one is not None]}
-    if kind == "Metaspace" and (state["prepend_scheme"] == "first" or not after_added):
+    if kind == "Strip" and normalized is not False:
+        return {**state, "strip_left": False}
+    if kind == "Metaspace" and (state["prepend_scheme"] == "first" or begins):
         return {**state, "prepend_scheme": "never"}
-    if kind == "ByteLevel" and "add_prefix_space" in state and not after_added:
+    if kind == "ByteLevel" and "add_prefix_space" in state and begins:
         return {**state, "add_prefix_space": False}
     return state

@@ -203,6 +203,24 @@ SPACES = {
             {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}],
         },
     },
+    "after a split": {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}],
+        },
+    },
+    "nested": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Sequence", "pretokenizers": [
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}]}]},
+    },
+    "stripped": {
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Strip", "strip_left": True, "strip_right": False}, {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": None,
+    },
 }  # fmt: skip
 """Ways to add a space to the begin of a text, of some also after added tokens."""
 
@@ -223,6 +241,48 @@ def test_the_text_after_an_added_token_has_the_tokens_of_the_whole(tokenizer_fil
         size = len(tokenizer.encode(text.partition("<end>")[2]))
         assert size == 0 or found[-size:] == tokens[-size:]
         assert tokenizer._rust.decode([middle, *found], skip_special_tokens=False).startswith(f"a{text[:5]}")
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("kind", SPACES)
+@pytest.mark.parametrize("name", ["bytes", "fallback", "metaspace"])
+def test_a_text_that_continues_words_has_the_tokens_of_the_whole(tokenizer_files, tmp_path, name, kind, normalized):
+    """Also where added tokens are white space, or are found in the normalized text."""
+    from tokenizers import AddedToken, Tokenizer
+
+    content = json.loads(tokenizer_files[name].read_text("utf-8")) | SPACES[kind]
+    if normalized and "Prepend" in str(content["normalizer"]):
+        pytest.skip("the package finds such tokens only after the space that is added to them, too")
+    made = Tokenizer.from_str(json.dumps(content))
+    made.add_tokens([AddedToken(text, normalized=normalized) for text in ("\n\n", "  ", "[x]")])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    for before in "b", "the a", "[x]", "b[x]", "b\n\n", "b<end>":
+        tokens = tokenizer.encode(before)
+        for text in " a", " a the", " the  a\n\nthe[x]b", "[x]", "[x]a the", "\n\nthe", " a<end>a  [X]":
+            whole = tokenizer.encode(before + text)
+            assert [*tokens, *tokenizer.encode(text, after=tokens)] == whole, (before, text)
+
+
+def test_a_space_that_is_added_before_the_search_is_not_added_after_a_token_that_was_found(tokenizer_files, tmp_path):
+    """As in files of Llama 2, whose added tokens are looked for in the normalized text."""
+    content = json.loads(tokenizer_files["fallback"].read_text("utf-8"))
+    content["added_tokens"][0]["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    for before, text in ("<end>", "the"), ("<end>", " the"), ("a <end>", "the <end>a"):
+        tokens = tokenizer.encode(before)
+        assert tokens[-1] == 0
+        assert [*tokens, *tokenizer.encode(text, after=tokens)] == tokenizer.encode(before + text)
+
+
+def test_each_piece_after_the_first_keeps_its_space(tokenizer_files, tmp_path):
+    content = json.loads(tokenizer_files["metaspace"].read_text("utf-8")) | SPACES["after a split"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    tokens = tokenizer.encode("the")
+    for text, wanted in ("a b  c", "thea b c"), (" a b", "the a b"), ("\na", "the a"), ("", "the"), (" ", "the"), ("a", "thea"):
+        assert tokenizer.decode([*tokens, *tokenizer.encode(text, after=tokens)]) == wanted
 
 
 def test_special_tokens_in_the_middle_of_a_text_are_refused(tokenizers):
