@@ -189,7 +189,7 @@ class ByteStream:
 
 
 class HuggingFace:
-    """A ``tokenizer.json``. Needs the package tokenizers.
+    """A ``tokenizer.json``. Needs the package tokenizers. The file's ``truncation`` and ``padding`` are not used: texts are whole.
 
     file : Path
         ``tokenizer.json``. The tokens that end a text are read from ``generation_config.json`` or ``config.json`` beside it, the first
@@ -209,6 +209,8 @@ class HuggingFace:
             complaints = Complaints("HuggingFace")
             complaints.add(RangeError, "file", f"a {HF_FILE} that tokenizers reads", f"{str(file)!r} ({error})")
             complaints.raise_any()
+        self._rust.no_truncation()  # programs that made batches leave both in their files
+        self._rust.no_padding()
         self._read()
         found = self._find_ends(Path(file).parent)
         self.end_of_text, self.ends = next(iter(found), None), frozenset(found)

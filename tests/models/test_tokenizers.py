@@ -285,6 +285,23 @@ def test_each_piece_after_the_first_keeps_its_space(tokenizer_files, tmp_path):
         assert tokenizer.decode([*tokens, *tokenizer.encode(text, after=tokens)]) == wanted
 
 
+def test_files_that_cut_or_fill_texts_encode_whole_ones(tokenizer_files, tmp_path):
+    """Programs that made batches leave these settings in their files."""
+    from tokenizers import Tokenizer
+
+    for name, file in tokenizer_files.items():
+        made = Tokenizer.from_file(str(file))
+        made.enable_truncation(3)
+        made.enable_padding(length=99, pad_id=0)
+        made.save(str(tmp_path / f"{name}.json"))
+        plain, tokenizer = HuggingFace(file), HuggingFace(tmp_path / f"{name}.json")
+        for text in "", "a", "the cat sat on the mat":
+            assert tokenizer.encode(text) == plain.encode(text)
+            assert tokenizer.encode(text, after=[1]) == plain.encode(text, after=[1])
+            assert tokenizer.encode(text, special=True) == plain.encode(text, special=True)
+        assert tokenizer.with_texts(["<end>"]).encode("the cat sat on the mat") == plain.encode("the cat sat on the mat")
+
+
 def test_special_tokens_in_the_middle_of_a_text_are_refused(tokenizers):
     for tokenizer in tokenizers:
         with pytest.raises(RangeError, match="encode: special must be False for a text that continues tokens, got True"):
