@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from .parameters import Prelude, SamplingParams
 
@@ -82,8 +82,9 @@ class TextStream:
         self._decoder, self._decode, self._include_stop = decoder, decoder.push, include_stop
         self._stop = stop_strings(stop) if stop else None
         self._node = 0
-        self._held = ""
-        self._least = least
+        self.held = ""
+        """What may be the beginning of a stop string."""
+        self.least = least
         """The number of further tokens that cannot stop the text."""
         self.stopped_by: str | None = None
         """The stop string that was found. No more text follows."""
@@ -99,8 +100,12 @@ class TextStream:
         if self._stop is None:
             return text
         text = self._released(text, self._stop)
-        self._least -= 1
+        self.least -= 1
         return text
+
+    def take(self, text: str) -> str:
+        """The same for a text that is known before the next token."""
+        return text if self._stop is None else self._released(text, self._stop)
 
     def finish(self) -> str:
         """The rest of the text."""
@@ -109,7 +114,7 @@ class TextStream:
         text = self._decoder.finish()
         if self._stop is not None:
             text = self._released(text, self._stop)
-        text, self._held = text + self._held, ""
+        text, self.held = text + self.held, ""
         return text
 
     def _released(self, text: str, stop: StopStrings) -> str:
@@ -121,40 +126,34 @@ class TextStream:
             if first is None:
                 return text
             begin = first.start()
-        held, text = len(self._held), self._held + text
+        held, text = len(self.held), self.held + text
         for at in range(held + begin, len(text)):
             node = stop.next(node, text[at])
-            if stop.found[node] and self._least <= 0:
+            if stop.found[node] and self.least <= 0:
                 begin = at + 1 - stop.found[node]
-                self.stopped_by, self._held = text[begin : at + 1], ""
+                self.stopped_by, self.held = text[begin : at + 1], ""
                 return text[: at + 1] if self._include_stop else text[:begin]
         self._node, keep = node, len(text) - stop.depth[node]
-        self._held = text[keep:]
+        self.held = text[keep:]
         return text[:keep]
 
 
-class Passed:
-    """The decoder of a ``TextStream`` whose tokens are texts."""
-
-    push = staticmethod(str)
-
-    def finish(self) -> str:
-        """Nothing is held back."""
-        return ""
-
-
 class LateTextStream:
-    """A ``TextStream`` whose text after its prelude is searched for more stop strings."""
+    """A ``TextStream`` that also ends at other stop strings, which begin after the text's prelude."""
 
-    def __init__(self, first: TextStream, prelude: Prelude, stop: tuple[str, ...], include_stop: bool = False, least: int = 0) -> None:
-        self._first, self._prelude = first, prelude
-        passed: Any = Passed()
-        self._rest: Any = TextStream(passed, stop, include_stop, least)
+    def __init__(
+        self, decoder: Decoder, prelude: Prelude, stop: tuple[str, ...], late: tuple[str, ...], include_stop: bool = False, least: int = 0
+    ) -> None:
+        self._decoder, self._prelude, self._late, self._include_stop, self._least = decoder, prelude, late, include_stop, least
+        self._stop = stop
+        self._first = TextStream(decoder, stop, least=least)
+        self._rest: TextStream | None = None
+        """What finds all of them, after the prelude."""
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was found first. No more text follows."""
-        return self._rest.stopped_by or self._first.stopped_by
+        """The stop string that was found. No more text follows."""
+        return self._first.stopped_by if self._rest is None else self._rest.stopped_by
 
     @property
     def stopped(self) -> bool:
@@ -163,19 +162,50 @@ class LateTextStream:
 
     def push(self, token: int) -> str:
         """The text that no later token can change."""
-        before, after = self._prelude.push(self._first.push(token))
-        return before + str(self._rest.push(after))
+        if self._rest is not None:
+            return self._rest.push(token)
+        text = self._taken(self._first.push(token))
+        self._least -= 1
+        if self._rest is not None:
+            self._rest.least -= 1
+        return text
 
     def finish(self) -> str:
         """The rest of the text."""
-        before, after = self._prelude.push(self._first.finish())
-        held, more = self._prelude.finish()
-        return f"{before}{held}{self._rest.push(after + more)}{self._rest.finish()}"
+        if self.stopped:
+            return ""
+        text = "" if self._rest is not None else self._taken(self._first.finish())
+        if self._rest is None and not self.stopped:
+            before, after = self._prelude.finish()
+            text += before + self._after(after)
+        return text if self._rest is None else text + self._rest.finish()
+
+    def _taken(self, text: str) -> str:
+        """The part of a text that no later token can change."""
+        before, after = self._prelude.push(text)
+        if self._first.stopped_by is not None:
+            return self._stopped(before, after, self._first.stopped_by)
+        return before + self._after(after + self._first.held) if after else before
+
+    def _stopped(self, before: str, after: str, stop: str) -> str:
+        """The last text, for what precedes a stop string in the prelude and after it. Another one may be complete earlier."""
+        for more in self._prelude.push(stop), self._prelude.finish():
+            before, after = before + more[0], after + more[1]
+        begins = len(after) < len(stop)  # in the prelude: of strings that are complete at the same place, it is the longest
+        found = self._after(after[:-1] if begins else after)
+        if self.stopped:
+            return before + found
+        self._rest = None
+        return before + after if self._include_stop else (before + after)[: -len(stop)]
+
+    def _after(self, text: str) -> str:
+        """Begin to search for all stop strings, in a text after the prelude."""
+        self._rest = TextStream(self._decoder, (*self._stop, *self._late), self._include_stop, self._least)
+        return self._rest.take(text)
 
 
 def text_stream(decoder: Decoder, params: SamplingParams) -> TextStream | LateTextStream:
     """What makes the text of a completion."""
-    first = TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
     if params.prelude is None or not params.late_stop:
-        return first
-    return LateTextStream(first, params.prelude(), params.late_stop, params.include_stop, params.min_tokens)
+        return TextStream(decoder, params.stop, params.include_stop, params.min_tokens)
+    return LateTextStream(decoder, params.prelude(), params.stop, params.late_stop, params.include_stop, params.min_tokens)

@@ -78,8 +78,12 @@ class Until:
 )
 @example("a|b", [1], ["a", "|", "|b"], [], False)
 @example("aa|aab", [2], ["ab"], ["a|a"], True)
+@example("a|aab", [3], ["ba"], ["ab"], False)
+@example("|ab", [1], ["a"], ["ab"], True)
+@example("|aé", [1, 1, 1], ["|", "aé"], ["a|", "é"], False)
+@example("b|a", [1], ["a"], ["|a"], True)
 def test_late_stop_strings_count_after_the_prelude(text, sizes, late, stop, include):
-    """Those that count everywhere are found as if there were no others, unless a late one is before them."""
+    """Of those that begin after it, and others, the first that is complete counts, and the longest of several."""
     decoder, tokens = pieces_of(text.encode(), sizes)
     stream = text_stream(decoder, SamplingParams(stop=tuple(stop), late_stop=tuple(late), prelude=lambda: Until("|"), include_stop=include))
     found = ""
@@ -88,24 +92,13 @@ def test_late_stop_strings_count_after_the_prelude(text, sizes, late, stop, incl
         if stream.stopped:
             break
     found += stream.finish()
-    first, whole = TextStream(Letters(), tuple(stop), include), ""
-    for letter in [*text, None]:
-        whole += first.finish() if letter is None else first.push(letter)
-    before, mark, after = whole.partition("|")
-    second, rest = TextStream(Letters(), tuple(late), include), ""
-    for letter in [*(after if mark else whole), None]:
-        rest += second.finish() if letter is None else second.push(letter)
-    assert found == (before + mark if mark else "") + rest
-    assert stream.stopped_by == (second.stopped_by or first.stopped_by)
-
-
-class Letters:
-    """A decoder whose tokens are letters."""
-
-    push = staticmethod(str)
-
-    def finish(self):
-        return ""
+    ends = [(text.index(one) + len(one), -len(one)) for one in stop if one in text]
+    seen = text[: min(ends)[0]] if ends else text  # no more is there when it ends
+    begin = seen.find("|") + 1
+    ends += [(text.index(one, begin) + len(one), -len(one)) for one in late if one in text[begin:]]
+    end, size = min(ends, default=(len(text), 0))
+    assert found == text[: end if include else end + size]
+    assert stream.stopped_by == (text[end + size : end] if ends else None)
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string():
