@@ -68,7 +68,7 @@ class Operator(Declared[P]):
         tensors, options = cast(tensors, self.cast), self.plain(options)
         if isinstance(impl, Explain):
             raise Explained(self.explain(self.checked(function, tensors, options), impl))
-        if not torch.compiler.is_compiling() and private.transforming():
+        if private.forward_derivatives() if torch.compiler.is_compiling() else private.transforming():
             return transforms.run(self, signature, tensors, options, impl)
         return self.asked_for(self.unpacked(self.in_torch(*tensors, function, *options, impl)), options)
 

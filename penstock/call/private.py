@@ -124,11 +124,18 @@ def transforming() -> bool:
     return in_transform() or (_forward_ad is not None and _forward_ad._current_level >= 0)
 
 
+# as torch.compiler.assume_constant_result, which imports the compiler: transforms inside of a compiled graph are active when it is traced
+transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def forward_derivatives() -> bool:
     """Whether one of the active transforms takes forward derivatives."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:
         return True
     return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
+
+
+forward_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def inside_transforms(x: Tensor) -> Tensor | None:

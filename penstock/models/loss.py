@@ -80,7 +80,7 @@ def linear_cross_entropy(
         x, weight = x.detach(), weight.detach()  # no gradients are computed for these
     flat = x.reshape(labels.numel(), x.shape[-1])
     targets = labels.reshape(-1).long()
-    if not torch.compiler.is_compiling() and private.transforming():
+    if private.transforming():
         losses = _formula(flat, weight, targets, ignore_index, reduction)
     else:
         losses = _LinearCrossEntropy.apply(flat, weight, targets, ignore_index, reduction, chunk_tokens)  # type: ignore[no-untyped-call]

@@ -95,6 +95,15 @@ def test_forward_derivatives(case):
         assert_near(tuple(forward_ad.unpack_dual(x).tangent for x in results), derivatives_along(case))
 
 
+@pytest.mark.parametrize("case", [CASES[0], next(one for one in CASES if isinstance(one, Delta)), TINY], ids=str)
+def test_forward_derivatives_inside_compiled_functions(case):
+    """A compiled operator has none: they were 0. The call leaves the graph."""
+    torch._dynamo.reset()
+    (function, values), direction = as_function(case), along(case)
+    found = torch.compile(lambda: func.jvp(function, values, direction), backend="aot_eager")()
+    assert_near(found[1], derivatives_along(case))
+
+
 @every_case
 def test_gradients(case):
     """``grad``, and ``vjp`` from each result alone and from all."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from formulas import error
@@ -83,9 +85,13 @@ def test_second_derivatives(reduction: str) -> None:
     assert torch.autograd.gradgradcheck(lambda x: loss(x, weight.detach()), (x,), fast_mode=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_transforms(reduction: str) -> None:
-    """Gradients of each sample, and forward derivatives."""
+def test_transforms(reduction: str, compiled: bool, way: str) -> None:
+    """Gradients of each sample, and forward derivatives. Compiled graphs that have transforms inside do not have the operator."""
+    if compiled and way != "torch":
+        pytest.skip("transforms use no kernel and no products of another dtype")
+    torch._dynamo.reset()
     x, weight, labels = (one.detach() for one in arguments())
 
     def loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -100,7 +106,8 @@ def test_transforms(reduction: str) -> None:
         lambda f: torch.func.hessian(f)(x[:3], weight, labels[:3]),
         lambda f: torch.func.jvp(lambda x: f(x, weight, labels), (x,), (x.flip(0),)),
     ):
-        torch.testing.assert_close(transform(loss), transform(plain))
+        found = torch.compile(partial(transform, loss), fullgraph=True, backend="aot_eager")() if compiled else transform(loss)
+        torch.testing.assert_close(found, transform(plain))
 
 
 def test_only_one_gradient_is_computed_if_only_one_is_wanted() -> None:
