@@ -39,7 +39,12 @@ class Corpus(NamedTuple):
 
 def is_text(file: Path) -> bool:
     """Whether a file has text, which a separator may divide into documents."""
-    return file.suffix not in (*BINARY, LINES)
+    return _kind(file) not in (*BINARY, LINES)
+
+
+def _kind(file: Path) -> str:
+    """What a file's name says about its content."""
+    return file.suffix.lower()
 
 
 def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Path]:
@@ -54,13 +59,15 @@ def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Pa
     return found
 
 
-def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None, *, argument: str = "data") -> Corpus:
+def read(
+    files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None, *, argument: str = "data", divided: bool = True
+) -> Corpus:  # fmt: skip
     """The tokens of text files, ``.jsonl`` files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
     A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
-    out and must be in at least one of the text files. Each line of a ``.jsonl`` file is an object, whose ``"text"`` is a document. Each
-    document is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends after an ``end_of_text``. A
-    single token file is mapped, not read. ``argument`` is the name of the files in messages.
+    out and must be in at least one of the text files if they are to be ``divided``. Each line of a ``.jsonl`` file is an object, whose
+    ``"text"`` is a document. Each document is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends
+    after an ``end_of_text``. A single token file is mapped, not read. ``argument`` is the name of the files in messages.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
@@ -72,11 +79,11 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
             documents = _split(file, separator, argument)
             texts.append((file, len(documents)))
             parts.append(_encoded(documents, tokenizer, kind))
-        elif file.suffix == LINES:
+        elif _kind(file) == LINES:
             parts.append(_encoded(_of_lines(file, argument), tokenizer, kind))
         else:
             parts.append(_tokens(file, tokenizer, argument))
-    if separator and texts and all(count == 1 for _, count in texts):
+    if separator and divided and texts and all(count == 1 for _, count in texts):
         reason = "which does not have it" if len(texts) == 1 else f"none of {len(texts)} text files has it"
         remedy = "Leave out data.separator if each file is one document, or end the files with it."
         _refuse(argument, texts[0][0], f"text with the separator {separator!r}", reason, remedy)
@@ -103,12 +110,19 @@ def _of_lines(file: Path, argument: str) -> list[str]:
     for number, line in enumerate(read_text(file, "train", argument).split("\n"), 1):
         if line.strip():
             try:
-                documents.append(_text_of(json.loads(line)))
+                documents.append(_text_of(json.loads(line, object_pairs_hook=_object)))
             except (ValueError, RecursionError) as error:
                 reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
                 remedy = "Convert other files to text, or to tokens."
                 _refuse(argument, file, 'lines of JSON, objects with a string "text"', f"line {number}: {reason}", remedy)
     return documents
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for several texts, of which Python would keep the last."""
+    if sum(name == "text" for name, _ in fields) > 1:
+        raise ValueError('"text" is there several times')
+    return dict(fields)
 
 
 def _text_of(found: Any) -> str:
@@ -131,7 +145,7 @@ def _encoded(documents: list[str], tokenizer: Tokenizer, kind: Any) -> tuple[Any
 def _tokens(file: Path, tokenizer: Tokenizer, argument: str) -> tuple[Any, Tensor]:
     numpy = _numpy()
     try:
-        tokens = numpy.load(file, mmap_mode="r") if file.suffix == ".npy" else numpy.memmap(file, numpy.uint16, "r")
+        tokens = numpy.load(file, mmap_mode="r") if _kind(file) == ".npy" else numpy.memmap(file, numpy.uint16, "r")
     except (OSError, ValueError, EOFError) as error:
         _refuse(argument, file, "a file of tokens", str(error))
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

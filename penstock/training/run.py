@@ -61,13 +61,14 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     torch.manual_seed(training.seed)
     model = find_model(settings, tokenizer)
     model.gradient_checkpointing = training.gradient_checkpointing
-    samples, evaluation = (
-        Windows(read(some, tokenizer, data.separator, argument=name), data.length, packed=data.packing, most=most, argument=name)
-        if some
-        else None
-        for some, most, name in ((files, None, "data.train"), (others, training.evaluation_samples, "data.evaluation"))
-    )
-    assert samples is not None
+    needed = any(map(is_text, files))  # one document may be evaluated on beside text that is divided
+
+    def sampled(some: list[Path], name: str, divided: bool, most: int | None = None) -> Windows:
+        corpus = read(some, tokenizer, data.separator, argument=name, divided=divided)
+        return Windows(corpus, data.length, packed=data.packing, most=most, argument=name)
+
+    samples = sampled(files, "data.train", True)
+    evaluation = sampled(others, "data.evaluation", not needed, training.evaluation_samples) if others else None
 
     def write(folder: Path, whole: CausalLM, weights: bool = True) -> None:
         if weights:

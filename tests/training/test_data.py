@@ -31,6 +31,8 @@ def test_lines_of_json_become_documents(tmp_path):
     assert corpus.tokens.tolist() == [*"ab\n--é".encode(), 256, *"\u2028".encode(), 256]
     assert corpus.begins.tolist() == [0, 8]
     assert read([tmp_path / "a.jsonl"], ENDING, "--").begins.tolist() == [0, 8]
+    (tmp_path / "A.JSONL").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    assert read([tmp_path / "A.JSONL"], ENDING).begins.tolist() == [0, 8]
     (tmp_path / "b.txt").write_text("c--d")
     assert read([tmp_path / "b.txt", tmp_path / "a.jsonl"], ENDING, "--").begins.tolist() == [0, 2, 4, 12]
 
@@ -44,6 +46,7 @@ def test_lines_of_json_become_documents(tmp_path):
         ('{"text": ["a"]}', "line 2: no such string in {'text': ['a']}"),
         ('["text"]', r"line 2: no such string in ['text']"),
         ('{"text": "\\ud800"}', "line 2: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"),
+        ('{"text": "a", "id": 1, "text": "b"}', 'line 2: "text" is there several times'),
         ("[" * 100_000, "line 2: maximum recursion depth exceeded"),
     ],
 )

@@ -221,6 +221,17 @@ def test_a_separator_for_tokens_alone_is_refused(settings, tmp_path):
     train(settings(**given, data__separator="\n\n", data__evaluation=str(tmp_path / "b.txt"), training__steps=1))
 
 
+def test_one_document_may_be_evaluated_on_beside_text_with_separators(settings, tmp_path):
+    (tmp_path / "c.txt").write_text(TEXT.replace("\n", " "))
+    given = {"data__separator": "\n\n", "training__steps": 1}
+    assert math.isfinite(train(settings(**given, data__evaluation=str(tmp_path / "c.txt"))).evaluation_loss)
+    with pytest.raises(RangeError, match=r"train: data\.train must be text with the separator '\\n\\n', got .*c\.txt'"):
+        train(settings(**given, data__train=str(tmp_path / "c.txt"), data__evaluation=str(tmp_path / "a.txt")))
+    tokens = without_labels(tmp_path)
+    with pytest.raises(RangeError, match=r"train: data\.evaluation must be text with the separator '\\n\\n', got .*c\.txt'"):
+        train(settings(**tokens, data__separator="\n\n", data__evaluation=str(tmp_path / "c.txt")))
+
+
 def test_text_that_is_too_short_is_named(settings, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     for name in ("train", "evaluation"):
