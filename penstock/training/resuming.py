@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import Complaints, RangeError, shortened
-from ..models import Config, load
+from ..models import CausalLM, Config, load
 from ..models.checkpoints.distributed import METADATA
 from .settings import FUNCTION, Training
 from .shards import FOLDER
@@ -55,9 +55,15 @@ def _missing(checkpoint: Path) -> list[str]:
 
 def _config(checkpoint: Path) -> Config:
     if not (checkpoint / FOLDER).is_dir():
-        return load(checkpoint).config
+        return whole_model(checkpoint).config
     with reading(checkpoint, "config.json") as file:
         return Config.from_dict(json.loads(file.read_text("utf-8"))["model"])
+
+
+def whole_model(checkpoint: Path) -> CausalLM:
+    """The model of a checkpoint that is not sharded. Raises RangeError if a file of it is damaged."""
+    with reading(checkpoint) as folder:
+        return load(folder)
 
 
 def _not_whole(checkpoint: Path, value: str) -> tuple[str, str, str, str]:
@@ -68,8 +74,11 @@ def _not_whole(checkpoint: Path, value: str) -> tuple[str, str, str, str]:
 
 
 @contextmanager
-def reading(checkpoint: Path, name: str) -> Iterator[Path]:
-    """Raises RangeError for any error in this block, which reads a file of a checkpoint, but for a lack of memory or permission."""
+def reading(checkpoint: Path, name: str = "") -> Iterator[Path]:
+    """Raises RangeError for any error in this block, which reads a file of a checkpoint, but for a lack of memory or permission.
+
+    Without a ``name``, it reads several, and its errors name the one.
+    """
     file = checkpoint / name
     try:
         yield file

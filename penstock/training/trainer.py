@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import Complaints, MissingExtra, RangeError
-from ..models import CausalLM, load
+from ..models import CausalLM
 from . import shards
 from .batches import Batches, Loader
 from .data import IGNORED, Windows
 from .ranks import Context, Ranks
-from .resuming import reading
+from .resuming import reading, whole_model
 from .schedule import rate
 from .settings import FUNCTION, Training
 
@@ -246,7 +246,7 @@ def restore_model(checkpoint: Path, model: CausalLM) -> None:
         with reading(checkpoint, shards.FOLDER):
             shards.restore_model(checkpoint, model)
     else:
-        shards.adopt_model(model, load(checkpoint).state_dict())
+        shards.adopt_model(model, whole_model(checkpoint).state_dict())
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

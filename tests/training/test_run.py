@@ -132,7 +132,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"])
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "config.json", "model.safetensors"]
+)
 def test_a_damaged_file_of_a_checkpoint_is_named(settings, tmp_path, name, damage):
     train(settings(training__steps=4))
     file = tmp_path / "run" / "checkpoint-4" / name
@@ -140,7 +142,9 @@ def test_a_damaged_file_of_a_checkpoint_is_named(settings, tmp_path, name, damag
     with pytest.raises(RangeError) as caught:
         train(settings(training__steps=5))
     message = str(caught.value)
-    assert message.startswith(f"train: training.output must be a folder of whole checkpoints, got {str(file)!r} (")
+    place = file.parent if name in ("config.json", "model.safetensors") else file
+    assert message.startswith(f"train: training.output must be a folder of whole checkpoints, got {str(place)!r} (")
+    assert name in message
     assert message.endswith(f"). Remove this checkpoint: the same command then continues from {tmp_path}/run/checkpoint-3.")
     assert len(message.splitlines()) == 1
     shutil.rmtree(file.parent)
