@@ -126,6 +126,16 @@ def test_what_ends_a_turn_of_the_template_ends_reasoning_too(model):
     assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
 
 
+@pytest.mark.parametrize("stop", ["\n\nUser", "\n\n", "So\n\nUse"])
+def test_a_stop_text_that_is_complete_before_the_end_of_the_turn_ends_the_answer(model, stop):
+    """With which it begins, or which it overlaps."""
+    template = WorldTemplate(reasoning=REASONING["think"])
+    with running(model, template=template) as live, scripted(live.engine, f">Hm{stop}</think>So\n\nUser: a", ends=False):
+        found = send(live, thinking={"type": "enabled"}, stop_sequences=[stop])
+    assert [one.text for one in found.content if one.type == "text"] == ["So"] * (stop[0] == "\n")
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+
+
 THOUGHT = "Hm. Hm. Hm"
 
 
