@@ -30,8 +30,11 @@ class Continued:
 
     def encode(self, text: str, last: int) -> list[int]:
         """Tokens of a text after the token ``last``."""
+        before = self._added.get(last)
+        if before is not None and before.rstrip:  # it includes white space after it
+            text = text.lstrip()
         found = self._rust.encode(text, add_special_tokens=False)
-        parts, ids = self._parts[self._added[last].normalized if last in self._added else None], list(found.ids)
+        parts, ids = self._parts[None if before is None else before.normalized], list(found.ids)
         if parts is None:
             return ids
         added = self._finder.encode(text, add_special_tokens=False).offsets

@@ -294,7 +294,9 @@ class HuggingFace:
         tokens = list(tokens)
         for token in tokens:
             _check_token(token, self.vocab_size)
-        return str(self._rust.decode(tokens, skip_special_tokens=True))
+        # the package does not skip special tokens that are found in the normalized text
+        shown = [token for token in map(int, tokens) if token in self.text_tokens]
+        return str(self._rust.decode(shown, skip_special_tokens=False))
 
     def stream(self, after: Sequence[int] = ()) -> WindowStream:
         """A new incremental decoder of what follows the tokens ``after``. Some files remove a space from the begin of a text."""

@@ -255,6 +255,7 @@ def test_a_text_that_continues_words_has_the_tokens_of_the_whole(tokenizer_files
         pytest.skip("the package finds such tokens only after the space that is added to them, too")
     made = Tokenizer.from_str(json.dumps(content))
     made.add_tokens([AddedToken(text, normalized=normalized) for text in ("\n\n", "  ", "[x]")])
+    made.add_tokens([AddedToken("[r]", normalized=normalized, rstrip=True)])
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFace(tmp_path / "tokenizer.json")
     for before in "b", "the a", "[x]", "b[x]", "b\n\n", "b<end>":
@@ -262,6 +263,9 @@ def test_a_text_that_continues_words_has_the_tokens_of_the_whole(tokenizer_files
         for text in " a", " a the", " the  a\n\nthe[x]b", "[x]", "[x]a the", "\n\nthe", " a<end>a  [X]":
             whole = tokenizer.encode(before + text)
             assert [*tokens, *tokenizer.encode(text, after=tokens)] == whole, (before, text)
+    tokens = tokenizer.encode("b[r]")  # as <|end|> in files of Phi-3
+    for text in "", "a", " a", "\n", " \na  a[x]":
+        assert [*tokens, *tokenizer.encode(text, after=tokens)] == tokenizer.encode(f"b[r]{text}"), text
 
 
 def test_a_space_that_is_added_before_the_search_is_not_added_after_a_token_that_was_found(tokenizer_files, tmp_path):
@@ -272,8 +276,11 @@ def test_a_space_that_is_added_before_the_search_is_not_added_after_a_token_that
     tokenizer = HuggingFace(tmp_path / "tokenizer.json")
     for before, text in ("<end>", "the"), ("<end>", " the"), ("a <end>", "the <end>a"):
         tokens = tokenizer.encode(before)
+        whole = tokenizer.encode(before + text)
         assert tokens[-1] == 0
-        assert [*tokens, *tokenizer.encode(text, after=tokens)] == tokenizer.encode(before + text)
+        assert [*tokens, *tokenizer.encode(text, after=tokens)] == whole
+        assert tokenizer.decode(whole) == "".join(streamed(tokenizer, whole))
+        assert "<end>" not in tokenizer.decode(whole)
 
 
 def test_each_piece_after_the_first_keeps_its_space(tokenizer_files, tmp_path):
