@@ -11,7 +11,7 @@ from fastapi import Request, Response
 
 from ..engine import Event
 from ..engine.request import Logprobs, PromptLogprobs
-from ..models.tokenizers import LONGEST
+from ..models.tokenizer_json import LONGEST
 from .caller import current
 from .generation import Generation, Job, finish_reason
 from .limits import parsed

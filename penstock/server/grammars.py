@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from ..errors import Complaints, MissingExtra, RangeError
-from ..models.tokenizers import HuggingFace, Tokenizer, ends_of
+from ..models.tokenizer_json import HuggingFace
+from ..models.tokenizers import Tokenizer, ends_of
 from .errors import Refused
 from .limits import Limits
 from .protocol import ResponseFormat

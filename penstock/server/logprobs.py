@@ -9,7 +9,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..engine import TokenLogprobs
-from ..models.tokenizers import LONGEST, Tokenizer
+from ..models.tokenizer_json import LONGEST
+from ..models.tokenizers import Tokenizer
 from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 PIECE = 256

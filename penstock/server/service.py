@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..engine import Engine, SamplingParams, SequenceState
 from ..errors import Complaints, InvalidArgument, QueueFull, RangeError, shortened
-from ..models.tokenizers import LONGEST, Tokenizer
+from ..models.tokenizer_json import LONGEST
+from ..models.tokenizers import Tokenizer
 from .caller import LARGE, current
 from .errors import Refused, refusal, shutting_down
 from .generation import Generation, Job

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from ..errors import Complaints, RangeError, shortened
 from ..files import read_text
-from ..models.tokenizers import HuggingFace, Tokenizer, World
+from ..models.tokenizer_json import HuggingFace
+from ..models.tokenizers import Tokenizer, World
 from .families import CALLS, REASONING, CallForm, ReasoningForm, recognised_calls, recognised_reasoning
 from .protocol import Message
 from .tools import Function

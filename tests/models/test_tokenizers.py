@@ -14,7 +14,8 @@ from tokenizer_files import written
 from penstock import DtypeError, RangeError
 from penstock.errors import MissingExtra
 from penstock.models import CausalLM, rwkv6, save
-from penstock.models.tokenizers import WORLD_VOCAB, Bytes, HuggingFace, World, load_tokenizer, text_after
+from penstock.models.tokenizer_json import HuggingFace
+from penstock.models.tokenizers import WORLD_VOCAB, Bytes, World, load_tokenizer, text_after
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
 SAMPLES = (

@@ -12,7 +12,8 @@ from tokenizer_files import MARKERS, TOKENIZERS, add_markers, tokenizer_of, writ
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import HuggingFace, ends_of
+from penstock.models.tokenizer_json import HuggingFace
+from penstock.models.tokenizers import ends_of
 from penstock.server.grammars import Grammars
 
 pytest.importorskip("llguidance")

@@ -6,7 +6,8 @@ import pytest
 from tokenizer_files import TOKENIZERS, tokenizer_of, written
 
 from penstock.engine import TokenLogprobs
-from penstock.models.tokenizers import Bytes, HuggingFace
+from penstock.models.tokenizer_json import HuggingFace
+from penstock.models.tokenizers import Bytes
 from penstock.server.logprobs import CompletionWriter, chat_logprobs, echoed_begin, token_bytes, token_text
 
 

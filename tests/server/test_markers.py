@@ -15,7 +15,8 @@ from tool_clients import ENDPOINTS, Answer, Call
 from penstock.engine import Engine
 from penstock.errors import RangeError
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import HuggingFace, text_after
+from penstock.models.tokenizer_json import HuggingFace
+from penstock.models.tokenizers import text_after
 from penstock.server.service import Service
 from penstock.server.templates import JinjaTemplate, with_markers
 

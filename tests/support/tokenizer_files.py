@@ -2,7 +2,8 @@
 
 import json
 
-from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.models.tokenizer_json import HuggingFace
+from penstock.models.tokenizers import Bytes, World
 
 
 def written(folder, texts):
