@@ -160,12 +160,19 @@ RANDOM = [
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(
     ("variant", "K", "V"),
-    [("delta_rule", 128, 128), ("gated_delta_rule", 128, 128), ("gated_delta_rule", 256, 128), ("kda", 128, 128), ("rwkv7", 64, 64)],
+    [
+        ("delta_rule", 128, 128),
+        ("gated_delta_rule", 128, 128),
+        ("gated_delta_rule", 256, 128),
+        ("kda", 128, 128),
+        ("kda", 64, 64),
+        ("rwkv7", 64, 64),
+    ],
 )
 def test_random_calls_of_heads_whose_pieces_have_kernels_for_hopper(variant, K, V, raw, pool, layout, strided):
     gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
     case = case_of(variant, sum(LENGTHS), B=1, K=K, V=V, dtype=BFLOAT16, gate=gate, raw=raw, strided=strided, state=False)
-    with trying({}, "gdn_wide_pieces_sm90"):
+    with trying({}, "gdn_wide_pieces_sm90", "kda_pieces_sm90"):
         check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
 
 
