@@ -340,9 +340,9 @@ def test_compiled_layers_have_equal_gradients(name: str, ids: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", every(5, list(ARCHITECTURES)))
 def test_a_loss_is_compiled_once_for_all_lengths(name: str) -> None:
-    """With its gradients, and with any number of chunks."""
+    """With its gradients, and with any number of chunks. In float64: gradients of some biases cancel, as that of a norm of keys."""
     torch._dynamo.reset()
-    model = model_of(name)
+    model = model_of(name).double()
 
     def loss(ids: Tensor) -> Tensor:
         return model.loss(ids, ids, chunk_tokens=16)
@@ -352,9 +352,9 @@ def test_a_loss_is_compiled_once_for_all_lengths(name: str) -> None:
         for tokens in (5, 8, 30, 70):
             given = torch.arange(BATCH * tokens).view(BATCH, tokens) * 5 % SIZES["vocab_size"]
             found, wanted = compiled(given), loss(given)
-            assert error(found, wanted) < 1e-5
+            assert error(found, wanted) < 1e-12
             for x, y in zip(*(torch.autograd.grad(one, list(model.parameters())) for one in (found, wanted))):
-                assert error(x, y) < 1e-4
+                assert error(x, y) < 1e-9
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
