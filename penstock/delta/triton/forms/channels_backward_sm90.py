@@ -7,21 +7,19 @@ from collections.abc import Callable
 import torch
 
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, tiled
+from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import Backward, C
 from . import channels_sm90
 from .channels_sm90 import add_tiles, add_walk
+from .scalar_sm90 import untiled_gradient
 from .walks import over_sequences
 
 
 def refuses(call: Backward) -> str | None:
     """Also the gradient of the output is copied in tiles."""
-    reason = channels_sm90.refuses(call)
-    if reason is None and call.d_output is not None and not tiled(call.d_output):
-        return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
-    return reason
+    return channels_sm90.refuses(call) or untiled_gradient(call)
 
 
 def _backward(call: Backward) -> Plan:

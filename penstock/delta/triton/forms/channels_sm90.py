@@ -13,10 +13,9 @@ from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import sequences, tokens
 from ..calls import CHANNEL, C, Call, Forward, InPlace
 from .chunks import in_place
+from .scalar_sm90 import other_heads
 from .walks import Walk, over_pieces, over_sequences
 
-HEADS = (64, 128)
-"""Key channels of a head, and value channels."""
 W = 32
 """Key channels that ``prepare`` has in registers at once. With 64 it spills 192 bytes (Triton 3.6)."""
 ROWS = 1 << 31
@@ -30,9 +29,8 @@ def refuses(call: Call) -> str | None:
         return "it computes one stream with decays per channel"
     if p.q.dtype != torch.bfloat16:
         return f"it takes bfloat16, this is {p.q.dtype}"
-    for name, D in (("K", call.K), ("V", call.V)):
-        if D not in HEADS:
-            return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
+    if (why := other_heads(call)) is not None:
+        return why
     if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
         return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
     if p.g is None or p.beta is None:

@@ -48,7 +48,8 @@ def untiled_gradient(call: Backward) -> str | None:
     return f"d_output must be [B,T,H * V] with rows at multiples of 16 bytes, its strides are {call.d_output.stride()}"
 
 
-def _other_heads(call: Call) -> str | None:
+def other_heads(call: Call) -> str | None:
+    """Heads for which there are other kernels, here and for decays per channel."""
     for name, D in (("K", call.K), ("V", call.V)):
         if D not in HEADS:
             return f"{name} must be {' or '.join(map(str, HEADS))}, this is {D}"
@@ -57,7 +58,7 @@ def _other_heads(call: Call) -> str | None:
 
 def refuses(call: Call) -> str | None:
     """One stream with one decay per token or none, bfloat16, heads of 64 or 128, and tensors that TMA can copy."""
-    return unlike(call) or _other_heads(call) or untiled(call)
+    return unlike(call) or other_heads(call) or untiled(call)
 
 
 def key_heads(call: Call) -> int:
