@@ -16,7 +16,7 @@ from ..files import read_text
 from ..layers.quantization import KINDS
 from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
-from ..training.data import LINES
+from ..training.data import is_lines
 from ..training.mqar import Recall
 from ..training.reversal import Reversal
 from ..training.scoring import perplexity
@@ -94,7 +94,7 @@ def evaluate(
     for name, given in (("model", model), ("text", text)):
         if task == "perplexity" and given is None:
             complaints.add(RangeError, name, "given for perplexity", "none", f"Add --{name}.")
-    if text is not None and text.suffix == LINES:
+    if text is not None and is_lines(text):
         complaints.add(RangeError, "text", "one text", f"documents in lines of JSON, {str(text)!r}", "Write them to a text file.")
     complaints.raise_any()
     check_outputs("eval", {"--json": json_file})

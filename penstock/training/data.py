@@ -25,7 +25,6 @@ IGNORED = -100
 FILLER = -1
 """The index of a sample without labels, which completes a batch."""
 BINARY = (".bin", ".npy")
-LINES = ".jsonl"
 
 
 class Corpus(NamedTuple):
@@ -39,7 +38,12 @@ class Corpus(NamedTuple):
 
 def is_text(file: Path) -> bool:
     """Whether a file has text, which a separator may divide into documents."""
-    return _kind(file) not in (*BINARY, LINES)
+    return _kind(file) not in BINARY and not is_lines(file)
+
+
+def is_lines(file: Path) -> bool:
+    """Whether each line of a file is an object of JSON with a document."""
+    return _kind(file) == ".jsonl"
 
 
 def _kind(file: Path) -> str:
@@ -79,7 +83,7 @@ def read(
             documents = _split(file, separator, argument)
             texts.append((file, len(documents)))
             parts.append(_encoded(documents, tokenizer, kind))
-        elif _kind(file) == LINES:
+        elif is_lines(file):
             parts.append(_encoded(_of_lines(file, argument), tokenizer, kind))
         else:
             parts.append(_tokens(file, tokenizer, argument))

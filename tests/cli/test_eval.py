@@ -83,6 +83,7 @@ def test_perplexities_of_quantized_weights(tmp_path):
         (["--task", "perplexity", "--model", "a"], "eval: text must be given for perplexity, got none. Add --text."),
         (["--task", "perplexity", "--model", "a", "--text", "nowhere"], "eval: text must be a text file in UTF-8, got 'nowhere'"),
         (["--task", "perplexity", "--model", "a", "--text", "b.jsonl"], "eval: text must be one text, got documents in lines of JSON"),
+        (["--task", "perplexity", "--model", "a", "--text", "b.JSONL"], "eval: text must be one text, got documents in lines of JSON"),
         (["--task", "perplexity", "--model", "a", "--text", "b", "--pairs", "3"], "eval: pairs must be given for mqar only"),
         (["--task", "mqar", "--window", "3"], "eval: window must be given for perplexity only, got --task mqar"),
         (["--task", "reversal", "--pairs", "3"], "eval: pairs must be given for mqar only, got --task reversal"),
