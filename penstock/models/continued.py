@@ -33,14 +33,14 @@ class Continued:
         before = self._added.get(last)
         if before is not None and before.rstrip:  # it includes white space after it
             text = text.lstrip()
-        found = self._rust.encode(text, add_special_tokens=False)
-        parts, ids = self._parts[None if before is None else before.normalized], list(found.ids)
+        parts = self._parts[None if before is None else before.normalized]
         if parts is None:
-            return ids
+            return list(self._rust.encode(text, add_special_tokens=False).ids)
         added = self._finder.encode(text, add_special_tokens=False).offsets
         if not added:
             return self._model_tokens(text, parts)
-        begin = added[0][0]
+        found = self._rust.encode(text, add_special_tokens=False)
+        begin, ids = added[0][0], list(found.ids)
         n = next(n for n, token in enumerate(ids) if token in self._added and found.offsets[n][0] >= begin)
         return [*self._model_tokens(text[:begin], parts), *ids[n:]]
 
