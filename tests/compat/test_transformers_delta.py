@@ -205,7 +205,7 @@ def test_packed_sequences_that_cannot_be_kept_apart_are_refused(model):
 
 @pytest.mark.parametrize("ends", [[0, 9, 17], [9, 17, 20], [0, 17, 9, 20], [0, 9, 21]])
 def test_offsets_of_other_tokens_are_refused(model, ends):
-    """As of padding behind the last sequence, which belongs to none."""
+    """The first leave out padding after the last sequence."""
     batch = packed(LENGTHS, ()) | {"cu_seq_lens_q": torch.tensor(ends)}
     message = f"cu_seq_lens_q must be offsets that begin at 0, never fall and end at T = 20, got {re.escape(str(ends))}"
     with torch.no_grad(), accelerate(model), pytest.raises(RangeError, match=f"causal_conv1d_fn: {message}"):

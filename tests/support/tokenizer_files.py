@@ -5,6 +5,28 @@ import json
 from penstock.models.tokenizer_json import HuggingFace
 from penstock.models.tokenizers import Bytes, World
 
+SAMPLES = (
+    "The quick brown fox. ",
+    "Größe über alles Maß ",
+    "Съешь же ещё этих мягких булок ",
+    "世界人权宣言 第一条 ",
+    "こんにちは、カタカナ ",
+    "한국어 문장입니다 ",
+    "مرحبا بالعالم ",
+    "हिन्दी में पाठ ",
+    "ภาษาไทย ",
+    "👩‍👩‍👧‍👦🇩🇪🤷🏽‍♂️ ",
+    "def f(x):\n\treturn x ** 2\r\n",
+    "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋ ",
+)
+"""Texts of several scripts, to train tokenizers with."""
+
+
+def streamed(tokenizer, tokens, after=()):
+    """What the incremental decoder gives for each token, and at the end."""
+    stream = tokenizer.stream(after)
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
 
 def written(folder, texts):
     """tokenizer.json of three kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama and as in Mistral.
