@@ -1,5 +1,7 @@
 """Every implementation of every operator against the float64 oracle of its family: results, states and all gradients."""
 
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,7 @@ from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw,
 from contract import LAZY, check_contract, check_lazy, measured, problem_of, takers
 from pools import Pooled
 from summaries import Summarized
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
 from penstock.call.families import trials
@@ -206,6 +209,41 @@ SMALL = [
 @pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in SMALL for impl in takers(case)], ids=str)
 def test_lazy_tensors_equal_tensors_in_memory(case, impl, kind):
     check_lazy(case, impl, kind, together=impl.startswith("triton"))
+
+
+class Through(TorchDispatchMode):
+    """A mode that changes nothing: calls go through torch's operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.sampled("impl")
+@pytest.mark.parametrize("path", ["eager", "operators", "transforms"])
+@pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in SMALL if not case.operator.in_place for impl in takers(case)], ids=str)
+def test_a_saved_tensor_is_unpacked_once(case, impl, path):
+    """As checkpoints of torch require. Hooks may load it from elsewhere."""
+    packed, unpacked, tensors = [], Counter(), case.tensors()
+    given = {name: x.requires_grad_() for name, x in tensors.items() if x is not None and x.is_floating_point()}
+
+    def results(*leaves):
+        return tuple(case.call(tensors | dict(zip(given, leaves)), impl))
+
+    def pack(x):
+        packed.append(x)
+        return len(packed) - 1
+
+    def unpack(place):
+        unpacked[place] += 1
+        return packed[place]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), Through() if path == "operators" else nullcontext():
+        if path == "transforms":
+            found = torch.func.vmap(results)(*[x[None] for x in given.values()])
+        else:
+            found = results(*given.values())
+        torch.autograd.grad(found, list(given.values()), [d.expand_as(y) for d, y in zip(case.upstream(), found)], allow_unused=True)
+    assert set(unpacked.values()) == {1}
 
 
 @pytest.mark.parametrize("kind", LAZY)

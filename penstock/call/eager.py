@@ -11,6 +11,7 @@ from torch import Tensor
 from . import private
 from .declared import Declared
 from .derivatives import Tensors
+from .functions import applied
 from .implementation import Upstream
 from .memory import Seen
 
@@ -21,7 +22,7 @@ def differentiable(operator: Declared[Any], seen: Seen, tensors: Tensors, impl: 
     if operator.choice(problem, "forward", impl, True).attached:
         found = operator.run(problem, impl)[0]
         return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    results = _apply(operator, seen, problem, impl, *tensors)  # type: ignore[no-untyped-call]
+    results = applied(_Call, operator, seen, problem, impl, *tensors)
     return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
 
@@ -63,10 +64,6 @@ def gradients(
         wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
         found = operator.gradients(problem, impl, Upstream(d_results, results, residuals, wanted))
     return operator.placed(found, needed)
-
-
-_apply = super(torch.autograd.Function, _Call).apply
-"""``Function.apply`` without its support for transforms, which are not on the fast path."""
 
 
 class _Attached(torch.autograd.Function):

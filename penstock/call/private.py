@@ -50,6 +50,7 @@ global_module_hooks: Callable[[], object] = _private("nn.modules.module._has_any
 _queue_callback = _private("autograd.Variable._execution_engine.queue_callback")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
+_is_batch = _private("_C._functorch.is_legacy_batchedtensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
 _CHECKED = checked("torch")
@@ -147,6 +148,11 @@ def inside_transforms(x: Tensor) -> Tensor | None:
     return x.detach()
 
 
+def batched(x: Tensor) -> bool:
+    """Whether a gradient is one of a batch: under a transform, or by ``torch.autograd.grad(is_grads_batched=True)``, False if unknown."""
+    return not torch.compiler.is_compiling() and (in_transform() or (_is_batch is not None and bool(_is_batch(x))))
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor has a shape but no data, as under ``torch.compile``. If unknown, True for all subclasses."""
     return x.is_meta or (type(x) not in _TYPES if _fake_tensor is None else isinstance(x, _fake_tensor))
@@ -155,11 +161,6 @@ def is_fake(x: Tensor) -> bool:
 def is_lazy_zero(x: Tensor) -> bool:
     """Whether a tensor is zero and has no memory, as autograd may create it."""
     return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
-
-
-def readable(x: Tensor) -> bool:
-    """Whether a kernel may read the memory of a tensor: it is of no subclass, and neither lazily negated nor a lazy zero."""
-    return type(x) in _TYPES and not x.is_neg() and not is_lazy_zero(x)
 
 
 def profiling() -> bool:

@@ -100,7 +100,8 @@ class _Forward:
     def differentiate(self, ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
         """Gradients of the inputs by ``penstock::name_backward``."""
         operator, (function, *options, _) = self.operator, ctx.rest
-        tensors, saved = ctx.saved_tensors[: self.split], ctx.saved_tensors[self.split :]
+        kept = ctx.saved_tensors  # once: each access unpacks them again
+        tensors, saved = kept[: self.split], kept[self.split :]
         upstream = operator.upstream(function, tensors, operator.asked_for(d_results, options))
         found = operator.unpacked(operator.gradients_in_torch(*upstream, *saved, *tensors, *ctx.rest))
         return *operator.placed(found, ctx.needs_input_grad), *(None,) * len(ctx.rest)

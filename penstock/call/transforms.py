@@ -67,7 +67,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor) -> tuple[Any, ...]:
         operator, _, options, _ = ctx.call
-        tensors, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        kept = ctx.saved_tensors  # once: each access unpacks them again
+        tensors, saved = kept[: ctx.inputs], kept[ctx.inputs :]
         upstream = operator.asked_for(d_results, options)
         found = _Backward.apply(ctx.call, *upstream, *saved, *tensors)  # type: ignore[no-untyped-call]
         return None, *operator.placed(found, ctx.needs_input_grad[1:])

@@ -1,13 +1,14 @@
 """Launches that bypass Triton's runner.
 
-At each launch, the runner looks up the stream, calls hooks and encodes the descriptors of tiled tensors. Here the caller passes the stream,
-and encoded descriptors are cached by address. This requires a Triton version whose launcher is known and was run on a GPU, and no launch
-hooks. Otherwise ``launch`` calls the runner.
+At each launch, the runner looks up the stream, finds the kernel that is compiled for arguments like these, calls hooks and encodes the
+descriptors of tiled tensors. Here the caller passes the stream and the kernel (``Launcher``) or its arguments are compared with fewer
+steps (``Runner``), and encoded descriptors are cached by address. This requires a Triton version whose launcher is known and was run on a
+GPU, and no launch hooks. Otherwise the runner is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
+from torch.nn import Parameter
+from triton import JITFunction, knobs
 from triton.runtime import driver
 
+from ..call.private import raw_stream
 from ..call.versions import checked, version
 from .hopper import described
 
@@ -34,6 +37,17 @@ def hooked() -> bool:
     """Whether Triton has launch hooks, for example those of its profiler."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def altered(kernel: Any) -> bool:
+    """Whether Triton's runner calls hooks of a kernel, or compiles it otherwise than without hooks and debugging.
+
+    Such a kernel is another one for equal arguments.
+    """
+    at = knobs.runtime
+    return bool(
+        kernel.pre_run_hooks or at.debug or getattr(at, "add_stages_inspection_hook", None) or knobs.compilation.instrumentation_mode
+    )
 
 
 _NO_METADATA = SimpleNamespace(
@@ -117,6 +131,86 @@ class Launcher:
                 found = kept[address] = encode(x)
             tiled += found
         self.run(grid, 1, 1, stream, *self.fixed, *tiled, *others)
+
+
+class Runner:
+    """Launches a kernel on one GPU, the current one, as Triton's runner does: ``runner[grid](*arguments, **options)``.
+
+    The first launch with arguments that Triton distinguishes goes through its runner, which compiles the kernel. So do all launches with
+    arguments that are no tensors and numbers or that are not in their places, those of kernels that need scratch memory, and all while
+    Triton has hooks or compiles for debugging.
+    """
+
+    def __init__(self, kernel: Any, gpu: int) -> None:
+        self.kernel, self.gpu = kernel, gpu
+        constants = [one.is_constexpr for one in kernel.params]
+        self.count = constants.count(False) if constants == sorted(constants) else None
+        """The number of arguments before the constants, which are options. None: constants are among them."""
+        self.known: dict[Hashable, tuple[Raw, tuple[Any, ...]] | None] = {}
+        """How a kernel is launched, and its constants, by what Triton compiles it for."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> object:
+        if len(arguments) != self.count or altered(self.kernel):
+            return self.kernel[grid](*arguments, **options)
+        kinds: list[Any] = []
+        given: list[Any] = []
+        for x in arguments:
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                address = x.data_ptr()
+                given.append(address)
+                kinds += x.dtype, address % 16 == 0
+                continue
+            given.append(x)
+            if kind is int:
+                kinds.append(_specialized(x))
+            elif kind is float:
+                kinds.append(float)
+            else:
+                return self.kernel[grid](*arguments, **options)
+        key = tuple(kinds), tuple(options.items())
+        found = self.known.get(key)
+        if found is None or hooked():
+            compiled = self.kernel[grid](*arguments, **options)
+            if compiled is not None and key not in self.known:  # None: a hook of Triton compiled it, and nothing was launched
+                self.known[key] = self._raw(compiled, options)
+            return compiled
+        (run, fixed), constants = found
+        x, y, z = (*grid, 1, 1)[:3]
+        return run(x, y, z, raw_stream(self.gpu), *fixed, *given, *constants)
+
+    def _raw(self, kernel: Any, options: Mapping[str, Any]) -> tuple[Raw, tuple[Any, ...]] | None:
+        """How a compiled kernel is launched, and its constants; None: it goes through the runner."""
+        launcher, constants = kernel.run, self.kernel.arg_names[self.count :]
+        scratch = getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0)
+        if scratch or not options.keys() >= set(constants):  # constants may have defaults
+            return None
+        return raw(kernel, False), tuple([options[name] for name in constants])
+
+
+def _specialized(x: int) -> int:
+    """What Triton distinguishes of an integer: 1, multiples of 16, those of 64 bits."""
+    return 1 if x == 1 else (x % 16 == 0) + 2 * (not -(2**31) <= x < 2**31) + 2 + 4 * (x >= 2**63)
+
+
+_runners: dict[tuple[int, int], Any] = {}
+
+
+def runner(kernel: Any, gpu: int) -> Any:
+    """A kernel that is launched by ``Runner`` where this Triton's launchers are known, else by Triton's runner.
+
+    Also on GPUs of AMD: there Triton distinguishes tensors of at most 2 GB.
+    """
+    if not KNOWN or torch.version.hip or not isinstance(kernel, JITFunction):
+        return kernel
+    key = id(kernel), gpu  # Triton takes the hash of a kernel from its source
+    found = _runners.get(key)
+    if found is None:
+        found = _runners[key] = Runner(kernel, gpu)
+    return found
 
 
 def _encode(x: Tensor, known: Mapping[str, Any], layout: Any) -> list[Any]:

@@ -272,7 +272,8 @@ def on_device_of(x: Tensor, kernel: Any) -> Any:
     """The kernel, with launches ``[grid](...)`` on the device of x."""
     if x.device.type != "cuda":
         return kernel if _noted is None else _Noting(kernel, _noted)
-    return kernel if x.device.index == private.current_device() else _Elsewhere(kernel, x.device.index)
+    gpu = x.device.index
+    return direct.runner(kernel, gpu) if gpu == private.current_device() else _Elsewhere(direct.runner(kernel, gpu), gpu)
 
 
 class _Elsewhere:

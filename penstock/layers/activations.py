@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..call.autocast import without_autocast
+from ..call.functions import applied
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import FEATURE_MAPS
 from .chains import Chain, ChainForm, launches, plain
@@ -54,7 +55,7 @@ class _Point(NamedTuple):
 def _by_formula(c: _Point) -> Tensor:
     x, kind = c
     if private.fast((x,)):
-        return _Pointwise.apply(x, kind) if torch.is_grad_enabled() else kind.function(x)  # type: ignore[no-untyped-call]
+        return applied(_Pointwise, x, kind) if torch.is_grad_enabled() else kind.function(x)
     compiled_inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     return kind.function(x) if compiled_inference else kind.formula(x)
 
@@ -62,7 +63,7 @@ def _by_formula(c: _Point) -> Tensor:
 POINTWISE: Chain[_Point, Tensor] = Chain(
     "pointwise",
     ChainForm(
-        "pointwise", lambda c: _Pointwise.apply(*c), lambda c: refusal(c.x),  # type: ignore[no-untyped-call]
+        "pointwise", lambda c: applied(_Pointwise, *c), lambda c: refusal(c.x),
         launches("penstock_pointwise_fwd", backward=("penstock_pointwise_bwd",)),
         (
             *examples(lambda draw: _Point(draw("x", 3, draw.size(700, 1024), scale=4), sigmoid)),

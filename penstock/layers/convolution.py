@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..call.functions import applied
 from ..call.recompute import again
 from .chains import Chain, ChainForm, launches, plain
 from .examples import Draw, examples
@@ -104,7 +105,7 @@ def _refuses_in_place(c: _Convolution) -> str | None:
 
 def _in_place(c: _Convolution) -> tuple[Tensor, Tensor]:
     launch, sequences, state = launching("convolution_launch"), c.sequences, c.state
-    rows, weight, bias = launch.rows_of(c.x.flatten(0, 1)), c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
+    rows, weight, bias = launch.rows_of(c.x), c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
     slots = None if sequences.slots is None else sequences.slots.contiguous()
     if sequences.single:
         y: Tensor = launch.step(rows, state, slots, weight, bias, silu=c.silu)
@@ -116,12 +117,16 @@ def _in_place(c: _Convolution) -> tuple[Tensor, Tensor]:
 
 def _whole(c: _Convolution) -> tuple[Tensor, Tensor]:
     launch, sequences, silu = launching("convolution_launch"), c.sequences, c.silu
-    rows, weight, bias = launch.rows_of(c.x.flatten(0, 1)), c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
+    weight, bias = c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
     formula = partial(convolution_formula, sequences=sequences, silu=silu)
-    tail = launch.rows_of(sequences.read(c.state).to(c.x.dtype))
-    y, after = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
-    again(y, lambda *given: launch.convolved(*given[:3], None, *given[3:], silu=silu), rows, tail, sequences.starts, weight, bias)
-    return y.view(c.x.shape), after
+    tail = launch.with_contiguous_channels(sequences.read(c.state).to(c.x.dtype))
+    y, after = applied(launch.Convolution, c.x, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
+
+    def function(x: Tensor, tail: Tensor, starts: Tensor, *learned: Tensor | None) -> Tensor:
+        found: Tensor = launch.convolved(launch.rows_of(x), tail, starts, None, *learned, silu=silu)
+        return found
+
+    return again(y, function, c.x, tail, sequences.starts, weight, bias), after
 
 
 def _by_formula(c: _Convolution) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..call.functions import applied
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
 from .activations import tanh
@@ -20,7 +21,7 @@ from .triton import launching, refusal
 
 
 class _Decay(NamedTuple):
-    """The arguments of ``decay``: x [R,C], bias [C]."""
+    """The arguments of ``decay``: x [...,C], contiguous, and bias of C elements."""
 
     x: Tensor
     bias: Tensor
@@ -43,14 +44,14 @@ class _LogSigmoid(NamedTuple):
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:
     """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
-    return DECAY(_Decay(x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous())).view(x.shape)
+    return DECAY(_Decay(x.contiguous(), bias))
 
 
 def _decay_by_kernel(c: _Decay) -> Tensor:
-    apply = launching("launch").Decay.apply
+    kernel = launching("launch").Decay
 
     def function(*given: Tensor) -> Tensor:
-        found: Tensor = apply(*given, decay_formula)
+        found: Tensor = applied(kernel, *given, decay_formula)
         return found
 
     return again(function(*c), function, *c)
@@ -58,7 +59,7 @@ def _decay_by_kernel(c: _Decay) -> Tensor:
 
 def _draw_decay(draw: Draw) -> _Decay:
     C = draw.size(260, 2048)
-    return _Decay(draw("x", 19, C), draw("bias", C))
+    return _Decay(draw("x", 1, 19, C), draw("bias", 1, 1, C))
 
 
 DECAY: Chain[_Decay, Tensor] = Chain(
@@ -125,10 +126,10 @@ def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
 
 
 def _log_sigmoid_by_kernel(c: _LogSigmoid) -> Tensor:
-    apply, normalizer, formula = launching("launch").LogSigmoid.apply, c.normalizer, _log_sigmoid_formula_of(c)
+    kernel, normalizer, formula = launching("launch").LogSigmoid, c.normalizer, _log_sigmoid_formula_of(c)
 
     def function(x: Tensor) -> Tensor:
-        found: Tensor = apply(x, normalizer, formula)
+        found: Tensor = applied(kernel, x, normalizer, formula)
         return found
 
     return again(function(c.x), function, c.x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call.autocast import autocasting
+from ..call.functions import applied
 from ..call.recompute import again
 from .activations import sigmoid
 from .as_written import altered
@@ -71,15 +72,15 @@ def _add_norm_by_kernel(c: _AddNorm) -> tuple[Tensor, Tensor]:
     assert not isinstance(c.parts, str)
     (weight, bias, eps, centre), x, kind = c.parts, c.x, c.x.device.type
     launch, dtype = launching("launch"), torch.get_autocast_dtype(kind) if c.rounded and autocasting(kind) else weight.dtype
-    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, c.y)]
+    given = x.contiguous(), None if c.y is None else c.y.contiguous()
     options = eps, centre, dtype
     if torch.is_grad_enabled():
         formula = partial(norm_formula, eps=eps, centre=centre, dtype=dtype)
-        total, normed = launch.AddNorm.apply(*flat, weight, bias, *options, formula)
+        total, normed = applied(launch.AddNorm, *given, weight, bias, *options, formula)
         again(normed, lambda total, *given: launch.add_norm(total, None, *given, *options)[1], total, weight, bias)
     else:
-        total, normed = launch.add_norm(*flat, weight, bias, *options)
-    return total.view(x.shape), normed.view(x.shape)
+        total, normed = launch.add_norm(*given, weight, bias, *options)
+    return total, normed
 
 
 def _add_norm_by_modules(c: _AddNorm) -> tuple[Tensor, Tensor]:
@@ -207,14 +208,14 @@ def _activated_linear(c: _Activated) -> Tensor:
     a, b = c.a.contiguous(), None if c.b is None else c.b.contiguous()
     (weight,) = as_products(c.weight)
     formula = partial(activated_formula, activation=c.activation)
-    found: Tensor = launching("launch").ActivatedLinear.apply(a, b, weight, c.activation, formula)
+    found: Tensor = applied(launching("launch").ActivatedLinear, a, b, weight, c.activation, formula)
     return found
 
 
 def _activated(c: _Activated) -> Tensor:
     launch, a, b = launching("launch"), c.a.contiguous(), None if c.b is None else c.b.contiguous()
     formula = partial(activated_formula, activation=c.activation)
-    y: Tensor = launch.ReluSquared.apply(a) if _saved(c) else launch.Activated.apply(a, b, c.activation, formula)
+    y: Tensor = applied(launch.ReluSquared, a) if _saved(c) else applied(launch.Activated, a, b, c.activation, formula)
     if c.weight is not None:
         return linear(y, *as_products(c.weight))
     y = y if c.then is None else c.then(y)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..call.functions import applied
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
 from .as_written import altered
@@ -58,15 +59,14 @@ def _refuses_time_steps(c: _TimeSteps) -> str | None:
 
 
 def _time_steps_by_kernel(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
-    apply, options = launching("mamba2_launch").TimeSteps.apply, (*c.limits, partial(time_steps_formula, limits=c.limits))
-    given = _rows(c.dt), c.dt_bias.contiguous(), c.A_log.contiguous(), _rows(c.x)
+    kernel, options = launching("mamba2_launch").TimeSteps, (*c.limits, partial(time_steps_formula, limits=c.limits))
+    given = c.dt, c.dt_bias.contiguous(), c.A_log.contiguous(), c.x
 
     def function(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = apply(*given, *options)
+        found: tuple[Tensor, Tensor, Tensor] = applied(kernel, *given, *options)
         return found
 
-    g, v, same = again(function(*given), function, *given)
-    return g.view(c.dt.shape), v.view(c.x.shape), same.view(c.x.shape)
+    return again(function(*given), function, *given)
 
 
 def _time_steps_by_formula(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,10 +154,9 @@ def _refuses_gated_norm_linear(c: _GatedNorm) -> str | None:
 
 def _gated_norm_by_kernel(c: _GatedNorm, after: Tensor | None = None) -> Tensor:
     norm, groups, eps = c.norm, c.norm.groups, c.norm.eps
-    rows = _rows(c.o), _rows(c.x), c.D.contiguous(), _rows(c.z), norm.weight.contiguous()
-    formula = partial(gated_norm_formula, groups=groups, eps=eps)
-    y: Tensor = launching("mamba2_launch").GatedNorm.apply(*rows, after, groups, eps, formula)
-    return y.view(*c.z.shape[:-1], y.shape[-1])
+    given, formula = (c.o, c.x, c.D.contiguous(), c.z, norm.weight.contiguous()), partial(gated_norm_formula, groups=groups, eps=eps)
+    y: Tensor = applied(launching("mamba2_launch").GatedNorm, *given, after, groups, eps, formula)
+    return y
 
 
 def _gated_norm_linear(c: _GatedNorm) -> Tensor:
@@ -204,9 +203,3 @@ def gated_norm_formula(
 
 def _skipped(o: Tensor, x: Tensor, D: Tensor) -> Tensor:
     return torch.addcmul(o, x, D.to(x.dtype)[:, None])
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Tokens [B,T,...] as [B*T,...]. They are copied unless they are evenly spaced and the channels of a token are contiguous."""
-    rows = x.squeeze(0) if x.shape[0] == 1 else x.flatten(0, 1)  # squeeze keeps the stride of tokens if there is one
-    return rows if rows.stride(-1) == 1 and (rows.dim() == 2 or rows.stride(1) == rows.shape[2]) else rows.contiguous()

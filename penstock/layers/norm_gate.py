@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..call.functions import applied
 from .activations import sigmoid
 from .as_written import altered
 from .chains import Chain, ChainForm, launches, plain
@@ -111,11 +112,10 @@ def _tensors(c: _NormGate) -> list[Tensor | None]:
 
 def _by_kernel(c: _NormGate, then: Tensor | None = None) -> Tensor:
     assert c.eps is not None
-    launch, given = launching("norm_gate_launch"), [None if one is None else one.contiguous() for one in _tensors(c)]
-    formula = partial(norm_gate_formula, eps=c.eps, centre=c.grouped, activation=c.activation)
-    found: Tensor = launch.NormGate.apply(*given, then, launch.Norm(c.eps, c.grouped, c.activation), formula)
-    found = found.flatten(1)
-    return found.view(*c.x.shape[:2], found.shape[1])
+    launch, formula = launching("norm_gate_launch"), partial(norm_gate_formula, eps=c.eps, centre=c.grouped, activation=c.activation)
+    norm, more = launch.Norm(c.eps, c.grouped, c.activation), c.added or (None, None)
+    found: Tensor = applied(launch.NormGate, c.x, c.gate, c.weight, c.bias, *more, then, norm, formula)
+    return found
 
 
 def _linear(c: _NormGate) -> Tensor:

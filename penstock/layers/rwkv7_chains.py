@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..call.functions import applied
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
 from .activations import sigmoid
@@ -138,12 +139,8 @@ def _refuses(c: RecurrenceCall) -> str | None:
 
 
 def _by_kernel(c: RecurrenceCall) -> tuple[Tensor, ...]:
-    apply, tokens = launching("rwkv7_launch").Inputs.apply, c.r.shape[:2]
-
-    def function(*given: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple([one.view(*tokens, *one.shape[1:]) for one in apply(inputs_formula, *given)])
-
-    given = c.rows
+    given = [*c[:4], *c.learned, *(c.mixed or (None,) * 4)]
+    function = partial(applied, launching("rwkv7_launch").Inputs, inputs_formula)
     return again(function(*given), function, *given)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..call.autocast import no_autocast
+from ..call.functions import applied
 from .chains import Chain, ChainForm, native, plain
 from .examples import HALF, Draw, examples
 from .linear import (
@@ -62,7 +63,7 @@ def _refuses_shared_input(c: _LinearsOf) -> str | None:
 
 def _shared_input(c: _LinearsOf) -> list[Tensor]:
     given = as_products(c.x, *(plain_weights(c.maps) or ()))
-    return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
+    return list(applied(SharedInput, *given))
 
 
 def _draw(draw: Draw, kind: Kind | None = None) -> _LinearsOf:
@@ -107,10 +108,12 @@ class SharedInput(torch.autograd.Function):
         """Gradients of x and of the weights, by operations that can be differentiated again."""
         x, *weights = ctx.saved_tensors
         dx, d_weights = None, []
+        given = [dy for dy in d_results if dy is not None]
+        add = Tensor.addmm if any(map(private.batched, given)) else Tensor.addmm_  # under vmap only some may be batches
         with no_autocast(x):  # autocast would round only the products that are not added in place
             for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
                 flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
                 if flat is not None and ctx.needs_input_grad[0]:
-                    dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
+                    dx = flat @ weight if dx is None else add(dx, flat, weight)
                 d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
         return None if dx is None else dx.view(x.shape), *d_weights

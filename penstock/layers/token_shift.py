@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.functions import applied
 from ..call.recompute import again
 from .activations import tanh
 from .chains import Chain, ChainForm, native, plain
@@ -100,13 +101,10 @@ def token_shift(
     hidden, up = low_rank or (None, None)
     if hidden is not None:
         hidden = hidden.flatten(0, 1)
-    found: tuple[Tensor, ...]
     if isinstance(last, TokensBefore):
-        found = PAIRS(_Pairs(x.flatten(0, 1), last.x.flatten(0, 1), factors, hidden, up))
-    else:
-        first, rows = (last.pool, last) if isinstance(last, PoolRows) else (last, None)
-        found = SHIFT(_Shift(x, first, rows, sequences, factors, hidden, up, kept, complement))
-    return tuple(one.view(x.shape) for one in found)
+        return tuple(one.view(x.shape) for one in PAIRS(_Pairs(x.flatten(0, 1), last.x.flatten(0, 1), factors, hidden, up)))
+    first, rows = (last.pool, last) if isinstance(last, PoolRows) else (last, None)
+    return SHIFT(_Shift(x, first, rows, sequences, factors, hidden, up, kept, complement))
 
 
 def _refuses(c: _Shift) -> str | None:
@@ -118,33 +116,43 @@ def _refuses(c: _Shift) -> str | None:
 
 
 def _by_kernel(c: _Shift) -> tuple[Tensor, ...]:
-    launch, flat, hidden = launching("token_shift_launch"), c.x.flatten(0, 1).contiguous(), c.hidden
-    up = None if c.up is None or hidden is None else c.up.to(hidden.dtype)
+    launch, starts = launching("token_shift_launch"), c.sequences.starts
     if torch.is_grad_enabled():
-        apply, options = launch.TokenShift.apply, (_formula_of(c), c.kept, c.complement)
-        return _differentiable(c, lambda *given: apply(*given, *options), up, c.sequences.starts)
-    up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
+        options = _formula_of(c), c.kept, c.complement
+
+        def function(*given: Tensor | None) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = applied(launch.TokenShift, *given[:5], *options, *given[5:])
+            return found
+
+        last, *low_rank = _differentiable(c)
+        given = c.x.contiguous(), last, starts, *low_rank, *c.factors
+        return again(function(*given), function, *given)
+    flat, (up, hidden) = c.x.flatten(0, 1).contiguous(), (None if one is None else one.contiguous() for one in (_up(c), c.hidden))
     rows = [factor.reshape(-1).contiguous() for factor in c.factors]
     slots = None if c.rows is None else c.rows.slots
-    y: Tensor = launch.shifted(flat, c.last, c.sequences.starts, slots, rows, hidden, up, tanh=up is not None, complement=c.complement)
-    return y.unbind()
+    y: Tensor = launch.shifted(flat, c.last, starts, slots, rows, hidden, up, tanh=up is not None, complement=c.complement)
+    return y.view(len(rows), *c.x.shape).unbind()
 
 
 def _by_formula(c: _Shift) -> tuple[Tensor, ...]:
-    up = None if c.up is None or c.hidden is None else c.up.to(c.hidden.dtype)
-    return _differentiable(c, _formula_of(c), up, None if c.sequences.single else c.sequences.starts)
+    function, mu, (last, *low_rank) = _formula_of(c), torch.stack([factor.reshape(-1) for factor in c.factors]), _differentiable(c)
+    given = c.x.flatten(0, 1).contiguous(), last, None if c.sequences.single else c.sequences.starts, mu, *low_rank
+    return tuple([one.view(c.x.shape) for one in again(function(*given), function, *given)])
+
+
+def _up(c: _Shift) -> Tensor | None:
+    return None if c.up is None or c.hidden is None else c.up.to(c.hidden.dtype)
 
 
 def _formula_of(c: _Shift) -> Any:
     return partial(kept_formula if c.kept else shift_formula, complement=c.complement)
 
 
-def _differentiable(c: _Shift, function: Any, up: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
-    last = (c.last if c.rows is None else c.rows.read()).to(c.x.dtype)
+def _differentiable(c: _Shift) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The token before each sequence, tanh(hidden) and W, contiguous."""
+    last, up = (c.last if c.rows is None else c.rows.read()).to(c.x.dtype), _up(c)
     hidden = None if c.hidden is None else tanh(c.hidden)
-    mu = torch.stack([factor.reshape(-1) for factor in c.factors])
-    given = [None if one is None else one.contiguous() for one in (c.x.flatten(0, 1), last, starts, mu, hidden, up)]
-    return again(function(*given), function, *given)
+    return last.contiguous(), *(None if one is None else one.contiguous() for one in (hidden, up))  # type: ignore[return-value]
 
 
 def _kernels(c: _Shift) -> tuple[str, ...]:

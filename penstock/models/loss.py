@@ -63,7 +63,7 @@ def linear_cross_entropy(
         At least 1.
 
     Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable with respect to x and weight, any number of times.
-    Second derivatives, forward derivatives and ``torch.func`` need the logits of all tokens in memory.
+    Second derivatives, forward derivatives, batches of gradients and ``torch.func`` need the logits of all tokens in memory.
 
     Raises ShapeError, DtypeError, DeviceError or RangeError.
 
@@ -125,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, *found = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or private.batched(gradient):
             return *_again(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2]), None, None, None, None
         if ctx.options[1] == "none":
             _, *found, _ = _losses(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2])
@@ -209,12 +209,12 @@ def _formula(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduc
 def _again(
     x: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor, options: tuple[int, Reduction, int], wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight that can be differentiated again."""
+    """Gradients of x and weight that can be differentiated again, and of batches under vmap."""
     with torch.enable_grad():
         apart = x.view_as(x), weight.view_as(weight)  # one tensor may be passed as both
         losses = _formula(*apart, labels, *options[:2])
     inputs = [one for one, needed in zip(apart, wanted) if needed]
-    found = iter(torch.autograd.grad(losses, inputs, gradient, create_graph=True))
+    found = iter(torch.autograd.grad(losses, inputs, gradient, create_graph=torch.is_grad_enabled()))
     return next(found) if wanted[0] else None, next(found) if wanted[1] else None
 
 

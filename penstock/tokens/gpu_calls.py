@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..gpu.hopper import other_rows
 from ..gpu.plan import Size, Sizes, chunks
 from ..gpu.target import Target
 from .problem import TokenProblem
@@ -49,6 +50,14 @@ class TokenCall:
     def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
         """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
         return lambda s: (count(s) if callable(count) else count) * self.H * each
+
+    def other_rows(self, C: int, each: int) -> str | None:
+        """Why kernels for Hopper cannot copy the matrices of this call in tiles, or None.
+
+        They are [B * T,...] and [chunks * H * each,...], of chunks of C tokens. Sizes are rounded up: calls that share a plan have equal
+        answers.
+        """
+        return other_rows(self.B * self.T, chunks(self.T, C, self.N, self.packed) * self.H * each)
 
     def step_config(self) -> Any:
         """The configuration of an update in place. BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""

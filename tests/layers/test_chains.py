@@ -9,6 +9,7 @@ from penstock.call.declaration import FLOATS
 from penstock.gpu.target import Target
 from penstock.layers.chains import NOTHING_RAN, Chain, ChainForm, no_kernels, plain, recorded
 from penstock.layers.examples import Draw, examples
+from penstock.layers.triton import refusal
 from penstock.verify.chains import CHAINS, findings, tensors
 
 FORMS = [(name, one.name) for name, chain in CHAINS.items() for one in chain.listed()]
@@ -68,21 +69,88 @@ def with_gradients():
     return [(chain, form) for chain, form in FORMS if any(one.gradients for one in CHAINS[chain].form(form).examples)]
 
 
+def results_of(chain, form):
+    """The results that have gradients, gradients of them, and the leaves, of each example in float32."""
+    for example, draw, call in calls(chain, form):
+        if example.gradients and example.dtype == torch.float32:
+            results = [y for y in tensors(CHAINS[chain].computed(call, form)) if y.requires_grad]
+            random = torch.Generator().manual_seed(1)
+            yield results, [torch.randn(y.shape, generator=random).to(y) for y in results], list(draw.leaves.values())
+
+
+def assert_close(found, wanted):
+    """Lists of gradients, of which some are None."""
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("chain", "form"), with_gradients())
 def test_lazily_negated_gradients(chain, form, kernels_on_a_cpu):
     """Their memory holds other values."""
-    found = []
-    for negated in (False, True):
-        for example, draw, call in calls(chain, form):
-            if example.gradients and example.dtype == torch.float32:
-                results = [y for y in tensors(CHAINS[chain].computed(call, form)) if y.requires_grad]
-                random = torch.Generator().manual_seed(1)
-                upstream = [torch.randn(y.shape, generator=random).to(y) for y in results]
-                given = [torch._neg_view(-d) if negated else d for d in upstream]
-                found.append(torch.autograd.grad(results, list(draw.leaves.values()), given, allow_unused=True))
-    for right, other in zip(found[: len(found) // 2], found[len(found) // 2 :]):
-        for one, same in zip(right, other):
-            torch.testing.assert_close(same, one, rtol=1e-4, atol=1e-4)
+    for (results, upstream, leaves), (others, _, same) in zip(results_of(chain, form), results_of(chain, form)):
+        wanted = torch.autograd.grad(results, leaves, upstream, allow_unused=True)
+        assert_close(torch.autograd.grad(others, same, [torch._neg_view(-d) for d in upstream], allow_unused=True), wanted)
+
+
+@pytest.mark.parametrize(("chain", "form"), with_gradients())
+def test_batches_of_gradients(chain, form, kernels_on_a_cpu):
+    """Under vmap, as for Jacobians, of all results and of each alone. The tensors have no memory."""
+    for results, upstream, leaves in results_of(chain, form):
+        options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+        for places in (range(len(results)), *([n] for n in range(len(results)))):
+            batches, others = [torch.stack([upstream[n], -2 * upstream[n]]) for n in places], list(upstream)
+
+            def gradients(*given, results=results, leaves=leaves, places=places, others=others, options=options):
+                for n, d in zip(places, given):
+                    others[n] = d
+                return torch.autograd.grad(results, leaves, others, **options)
+
+            found = torch.func.vmap(gradients)(*batches)
+            for one in range(2):
+                assert_close([x[one] for x in found], gradients(*[d[one] for d in batches]))
+
+
+def with_other_strides(x):
+    """The same values; elements of other tensors lie between those of a row."""
+    return torch.stack([x, torch.full_like(x, torch.nan) if x.is_floating_point() else x + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize(("chain", "form"), [one for one in with_gradients() if not CHAINS[one[0]].form(one[1]).compiles])
+def test_hooks_of_saved_tensors_may_change_strides(chain, form, kernels_on_a_cpu):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, with_other_strides):
+        others = list(results_of(chain, form))
+    for (results, upstream, leaves), (same, _, its) in zip(results_of(chain, form), others, strict=True):
+        wanted = torch.autograd.grad(results, leaves, upstream, allow_unused=True)
+        assert_close(torch.autograd.grad(same, its, upstream, allow_unused=True), wanted)
+
+
+def test_tensors_on_several_devices_are_refused(kernels_on_a_cpu):
+    """A kernel would read other memory by address; the formula raises torch's error."""
+
+    class Elsewhere(torch.Tensor):
+        def get_device(self):
+            return 1
+
+    x = torch.ones(3)
+    assert refusal(x, None, x) is None
+    assert refusal(x, torch.ones(3).as_subclass(Elsewhere)) == "its tensors are on several devices"
+
+
+@pytest.mark.parametrize(("chain", "form"), with_gradients())
+def test_no_views_around_autograd_functions(chain, form, kernels_on_a_cpu):
+    """A view is a node of the graph and takes time of the host in both passes."""
+    views = []
+    for example, _, call in calls(chain, form):
+        if example.gradients and CHAINS[chain].form(form).kernels(call):
+            waiting, seen = [y.grad_fn for y in tensors(CHAINS[chain].computed(call, form)) if y.requires_grad], set()
+            while waiting:
+                node = waiting.pop()
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    waiting += [one for one, _ in node.next_functions]
+            linear = any("Mm" in one.name() for one in seen)  # torch's product of tokens has views of its own
+            views += [one.name() for one in seen if not linear and "View" in one.name()]
+    assert not views
 
 
 ONE_ROW = [("low_rank_maps", "low_rank_maps"), ("channel_mix", "channel_mix")]

@@ -69,7 +69,8 @@ for tokens, heads in [*product((1, 3), (1, 2))][:: 3 if step > 1 else 1]:
     starts = torch.zeros(tokens, dtype=torch.int64)
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
-        backward(*token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, shift_formula))
+        shift = token_shift_launch.TokenShift.apply
+        backward(*shift(learned(tokens, 70), last, starts, hidden, up, shift_formula, False, False, learned(70), learned(70)))
         for slots in (None, torch.zeros(1, dtype=torch.int64)):
             factors = learned(2, 70).detach().unbind()
             given = (torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up)
@@ -83,14 +84,12 @@ for tokens, heads in [*product((1, 3), (1, 2))][:: 3 if step > 1 else 1]:
     for mixed in (False, True):
         x, H = learned(tokens, heads, 64), learned(heads, 64)
         given = (*[x] * 4, *[H] * 5, *([x, x, x, H] if mixed else [None] * 4))
-        backward(*rwkv7_launch.Inputs.apply(None, *given))
+        backward(*rwkv7_launch.Inputs.apply(None, *(one if one is None or one is H else one.flatten(1) for one in given)))
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.ReluSquared.apply(learned(tokens, 70)))
-    shifted = token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, kept_formula, True)
-    backward(*shifted)
-    given = learned(tokens, 70), last, starts, learned(1, 70), None, None, shift_formula, False, True
-    backward(*token_shift_launch.TokenShift.apply(*given))
+    backward(*shift(learned(tokens, 70), last, starts, None, None, kept_formula, True, False, learned(70)))
+    backward(*shift(learned(tokens, 70), last, starts, None, None, shift_formula, False, True, learned(70)))
     for activation in ("sigmoid", "tanh", "elu+1"):
         launch.pointwise_backward(launch.pointwise(learned(tokens, 70), activation), learned(tokens, 70), activation)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
@@ -327,6 +326,7 @@ from itertools import product
 
 import torch
 
+from penstock.call import private
 from penstock.layers.triton import mamba2_launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
@@ -348,6 +348,7 @@ mamba2_launch.on_device_of = lambda x, kernel: Noted(kernel)
 mamba2_launch.early = lambda device: {"launch_pdl": True} if arch == "sm_90" else {}
 mamba2_launch.limit = lambda x, registers: {"maxnreg": registers} if arch.startswith("sm_") else {}
 torch.set_default_device("meta")
+private.fast = lambda tensors: True  # as for tensors of a GPU
 groups = ((24, 1), (32, 1), (48, 1), (64, 1), (80, 1), (96, 1), (100, 1), (128, 1), (128, 8))
 calls = list(product((torch.bfloat16, torch.float16, torch.float32), groups))[:: int(step)]
 for arch, (dtype, (H, G)) in product(archs, calls):

@@ -53,6 +53,11 @@ def sequences(packed):
     return Sequences(torch.empty(3, 25, 1))
 
 
+def shift_kernel(x, last, starts, mu, hidden, up, formula=token_shift.shift_formula, kept=False, complement=False):
+    """``TokenShift`` of factors mu [N,C]."""
+    return token_shift_launch.TokenShift.apply(x, last, starts, hidden, up, formula, kept, complement, *mu.unbind())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -65,11 +70,10 @@ def test_token_shift(count, rank, complement, packed, dtype, monkeypatch):
     C = 70
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
     hidden, up = (normal(75, count, rank, dtype=dtype), normal(count, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
-    kernel = token_shift_launch.TokenShift.apply
     known = partial(token_shift.shift_formula, complement=complement)
 
     def ours(x, mu, hidden, up):
-        return kernel(x, last, at.starts, mu, hidden, up, known, False, complement)
+        return shift_kernel(x, last, at.starts, mu, hidden, up, known, complement=complement)
 
     def formula(x, mu, hidden, up):
         return token_shift.shift_formula(x, last.double(), at.starts, 1 - mu if complement else mu, hidden, up)
@@ -99,11 +103,11 @@ def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
 
 def test_low_rank_parts_may_be_narrower_than_tokens():
     """As under autocast, where norms give float32 and products float16."""
-    at, kernel = sequences(True), token_shift_launch.TokenShift.apply
+    at = sequences(True)
     x, last, mu = normal(75, 70), normal(5, 70), normal(5, 70)
 
     def ours(hidden, up):
-        return kernel(x, last, at.starts, mu, hidden, up, token_shift.shift_formula)
+        return shift_kernel(x, last, at.starts, mu, hidden, up)
 
     def formula(hidden, up):
         return token_shift.shift_formula(x.double(), last.double(), at.starts, mu.double(), hidden, up)
@@ -146,7 +150,15 @@ def test_norm_gate(heads, size, centre, affine, activation, added, dtype):
     formula = partial(norm_gate.norm_gate_formula, eps=1e-4, centre=centre, activation=activation)
     kind, given = norm_gate_launch.Norm(1e-4, centre, activation), (x, gate, weight, bias, share, values)
     for after in (None, normal(11, heads * size, dtype=dtype) / 8):
-        hold(lambda *given: norm_gate_launch.NormGate.apply(*given, kind, formula), formula, (*given, after), dtype=dtype)
+        hold(
+            lambda *given: norm_gate_launch.NormGate.apply(*given, kind, formula), lambda *given: formula(*given).flatten(1),
+            (*given, after), dtype=dtype,
+        )  # fmt: skip
+
+
+def rwkv7_kernel(formula, *given):
+    """``Inputs`` of the tensors of the formula."""
+    return rwkv7_launch.Inputs.apply(formula, *(x if n in range(4, 9) or x is None else x.flatten(-2) for n, x in enumerate(given)))
 
 
 def rwkv7_inputs(heads, size, mixed, dtype=torch.float32, tokens=70):
@@ -165,13 +177,13 @@ def test_rwkv7_inputs(heads, size, mixed, dtype, monkeypatch):
     if dtype == torch.float32:
         given[1][:3] = 0  # below the least norm, which is constant
         given[1][3:6] *= 2.0**-30
-    hold(lambda *given: rwkv7_launch.Inputs.apply(formula, *given), formula, given, dtype=dtype)
+    hold(partial(rwkv7_kernel, formula), formula, given, dtype=dtype)
 
 
 def test_second_derivatives_of_rwkv7_inputs():
     inputs, results = [x.requires_grad_() for x in rwkv7_inputs(2, 8, True, tokens=5)], []
     formula = rwkv7_chains.inputs_formula
-    for found in (rwkv7_launch.Inputs.apply(formula, *inputs), formula(*inputs)):
+    for found in (rwkv7_kernel(formula, *inputs), formula(*inputs)):
         first = torch.autograd.grad(sum(y.sin().sum() for y in found), inputs, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
     for one, exact in zip(*results):
@@ -219,7 +231,7 @@ def test_gradients_of_shifted_tokens_do_not_depend_on_other_sequences(rank):
     for end in (75, 25):  # of the first sequence: a product of float32 under the interpreter depends on the place of a row
         leaves = [one[:end].clone().requires_grad_() for one in (x, hidden) if one is not None]
         given = (mu, leaves[1] if rank else None, up)
-        y = token_shift_launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, token_shift.shift_formula)
+        y = shift_kernel(leaves[0], last, at.starts[:end], *given)
         found.append([*y, *torch.autograd.grad(y, leaves, [d[:end] for d in upstream])])
     assert all(torch.equal(one[:25], alone) for one, alone in zip(*found))
 
@@ -229,7 +241,7 @@ def test_gradients_of_further_uses_of_shifted_tokens(used):
     at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()
 
     def ours(x, mu):
-        return token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, token_shift.kept_formula, True)
+        return shift_kernel(x, last, at.starts, mu, None, None, token_shift.kept_formula, kept=True)
 
     def formula(x, mu):
         return token_shift.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
@@ -417,7 +429,7 @@ def test_gradients_of_the_token_before_the_first(rank, complement):
     at = sequences(True)
     x, last, mu = normal(75, 8), normal(5, 8).requires_grad_(), normal(2, 8)
     hidden, up = (normal(75, 2, rank), normal(2, rank, 8)) if rank else (None, None)
-    found = token_shift_launch.TokenShift.apply(x, last, at.starts, mu, hidden, up, None, False, complement)
+    found = shift_kernel(x, last, at.starts, mu, hidden, up, complement=complement)
     wanted = token_shift.shift_formula(x, last, at.starts, 1 - mu if complement else mu, hidden, up)
     grads = [torch.autograd.grad(sum(y.square().sum() for y in results), last)[0] for results in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -428,7 +440,7 @@ def test_nan_of_other_tokens_stays_theirs():
     at = sequences(False)
     x = normal(75, 8)
     x[25] = float("nan")
-    (found,) = token_shift_launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, token_shift.shift_formula)
+    (found,) = shift_kernel(x, normal(3, 8), at.starts, normal(1, 8), None, None)
     assert sorted(found.isnan().any(1).nonzero().flatten().tolist()) == [25, 26]
     assert launch.Activated.apply(x, None, "relu_squared", None).isnan().any(1).sum() == 1
 
@@ -436,7 +448,7 @@ def test_nan_of_other_tokens_stays_theirs():
 def test_empty_inputs():
     at = Sequences(torch.empty(2, 0, 1))
     x, mu = torch.zeros(0, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
-    found = token_shift_launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, token_shift.shift_formula)
+    found = shift_kernel(x, torch.zeros(2, 8), at.starts, mu, None, None)
     dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
     assert dx.shape == (0, 8)
     assert dmu.abs().max() == 0

@@ -85,6 +85,19 @@ def test_second_derivatives(reduction: str) -> None:
     assert torch.autograd.gradgradcheck(lambda x: loss(x, weight.detach()), (x,), fast_mode=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_batches_of_gradients(reduction: str, way: str) -> None:
+    """Under vmap, as for the Jacobian of the losses of tokens."""
+    x, weight, labels = arguments()
+    labels[::4] = -100
+    found = linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=7)
+    batch = torch.linspace(-1, 2, 3 * found.numel(), dtype=torch.float64).view(3, *found.shape)
+    batches = torch.autograd.grad(found, (x, weight), batch, is_grads_batched=True, retain_graph=True)
+    for n, upstream in enumerate(batch):
+        wanted = torch.autograd.grad(found, (x, weight), upstream, retain_graph=True)
+        torch.testing.assert_close([one[n] for one in batches], list(wanted))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_transforms(reduction: str, compiled: bool, way: str) -> None:

@@ -34,9 +34,13 @@ def refusal(*tensors: Tensor | None) -> str | None:
     """Why no kernel takes these tensors, of which the first is not None, or None."""
     if (why := elsewhere(tensors[0])) is not None:  # type: ignore[arg-type]
         return why
+    place = tensors[0].get_device()  # type: ignore[union-attr]
     for x in tensors:
-        if x is not None and x.dtype not in DTYPES:
-            return f"it takes float16, bfloat16 and float32, got {str(x.dtype).removeprefix('torch.')}"
+        if x is not None:
+            if x.dtype not in DTYPES:
+                return f"it takes float16, bfloat16 and float32, got {str(x.dtype).removeprefix('torch.')}"
+            if x.get_device() != place:
+                return "its tensors are on several devices"
     if not private.fast(tensors):
         return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
     return unavailable()

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.derivatives import count_write
 from ...gpu.launch import on_device_of
 from . import convolution
-from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, first_tokens, shares
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, contiguous, early, first_tokens, shares
 
 CHANNELS = 128
 """Channels per program of one warp: each thread loads 8 or 16 bytes."""
@@ -19,6 +19,11 @@ GROUP = 4
 
 
 def rows_of(x: Tensor) -> Tensor:
+    """Tokens [...,C] as rows [R,C]. They are copied unless they are evenly spaced and the channels of a token are contiguous."""
+    return with_contiguous_channels(x.flatten(0, -2))
+
+
+def with_contiguous_channels(x: Tensor) -> Tensor:
     """The tensor, or a copy whose channels are contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -82,9 +87,9 @@ def step(x: Tensor, pool: Tensor, slots: Tensor | None, weight: Tensor, bias: Te
 
 
 class Convolution(torch.autograd.Function):
-    """x [R,C], tail [n,W-1,C], starts [R], bounds [n+1], weight [C,W], bias [C] or None: y [R,C] and the new tail [n,W-1,C].
+    """x [...,C], tail [n,W-1,C], starts [R], bounds [n+1], weight [C,W], bias [C] or None: y [...,C] and the new tail [n,W-1,C].
 
-    The channels of x and tail are contiguous. The values before silu are not saved for the backward pass.
+    The channels of tail are contiguous. The values before silu are not saved for the backward pass.
     """
 
     @staticmethod
@@ -95,10 +100,11 @@ class Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, tail, starts, weight, bias)
         ctx.silu, ctx.formula = silu, formula
         ctx.set_materialize_grads(False)
-        y, after = convolved(x, tail, starts, None, weight, bias, silu=silu), tails(x, tail, bounds)
+        rows = rows_of(x)
+        y, after = convolved(rows, tail, starts, None, weight, bias, silu=silu), tails(rows, tail, bounds)
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(after)
-        return y, after
+        return y.view(x.shape), after
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_tail: Tensor | None) -> Tensors:
@@ -107,7 +113,9 @@ class Convolution(torch.autograd.Function):
         if dy is None or d_tail is not None or by_torch(dy):
             dx, d_before, dweight, dbias = by_formula(ctx.formula, (x, tail, weight, bias), (dy, d_tail))
             return dx, d_before, None, None, dweight, dbias, None, None
-        (R, C), W, dy = x.shape, weight.shape[1], rows_of(dy)
+        shape, x, dy, tail = x.shape, rows_of(x), rows_of(dy), with_contiguous_channels(tail)
+        starts, weight, bias = contiguous(starts, weight, bias)
+        (R, C), W = x.shape, weight.shape[1]
         programs, tokens = _programs(x, 4)
         dx, sums = x.new_empty(R, C), x.new_empty(programs, W + 1, C, dtype=torch.float32)
         if x.numel():
@@ -119,7 +127,7 @@ class Convolution(torch.autograd.Function):
         total = sums.sum(0)
         dweight, dbias = total[:W].T.to(weight.dtype).contiguous(), None if bias is None else total[W].to(bias.dtype)
         d_before = _of_tail(x, tail, starts, weight, bias, dy, ctx.silu) if ctx.needs_input_grad[1] else None
-        return dx, d_before, None, None, dweight, dbias, None, None
+        return dx.view(shape), d_before, None, None, dweight, dbias, None, None
 
 
 def _of_tail(x: Tensor, tail: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -62,17 +63,35 @@ def limit(x: Tensor, registers: int) -> dict[str, Any]:
     return {"maxnreg": registers} if Target.of(x.device).nvidia else {}
 
 
-def summed(parts: Tensor, like: Tensor) -> Tensor:
-    """The sum of the partial sums of all programs."""
-    return parts.sum(0).view(like.shape).to(like.dtype)
+def summed(parts: Tensor, *like: Tensor, programs: int) -> list[Tensor]:
+    """Sums over dimension ``programs`` of partial sums, one for each of ``like``: the other dimensions are [n,...], of n tensors."""
+    total, kinds = parts.sum(programs), {one.dtype for one in like}
+    total = total.to(kinds.pop()) if len(kinds) == 1 else total  # one launch for all
+    return [part.view(one.shape).to(one.dtype) for part, one in zip(total.unbind(), like)]
+
+
+def row_sizes(x: Tensor) -> tuple[int, int]:
+    """The number of rows, and of channels, of a tensor [...,C]."""
+    *tokens, C = x.shape
+    return prod(tokens), C
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """Saved tensors as the forward pass had them: hooks of saved tensors may have changed their strides."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def shaped(x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """A contiguous tensor of this shape, where there is one. In an autograd function: views are no nodes of the graph."""
+    return None if x is None else x.reshape(shape).contiguous()
 
 
 def by_torch(*d_results: Tensor | None) -> bool:
     """Whether plain PyTorch computes gradients: they are differentiated again, or those of the results are no plain tensors.
 
-    Kernels read memory, which of a lazily negated tensor, for example, does not hold its values.
+    Kernels read memory, which of a lazily negated tensor, for example, does not hold its values. Under vmap a tensor has none.
     """
-    return torch.is_grad_enabled() or any(d is not None and not private.readable(d) for d in d_results)
+    return torch.is_grad_enabled() or not private.fast(d_results)
 
 
 def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
@@ -165,7 +184,7 @@ class Activated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
-        a, b = ctx.saved_tensors
+        a, b = contiguous(*ctx.saved_tensors)
         if by_torch(dy):
             return *by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
@@ -184,7 +203,7 @@ class ReluSquared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         """The gradient of a."""
-        (y,) = ctx.saved_tensors
+        (y,) = contiguous(*ctx.saved_tensors)
         if by_torch(dy):
             return 2 * torch.where(y == 0, 0, torch.where(y == 0, 1, y).sqrt()) * dy
         da, size = torch.empty_like(y), y.numel()
@@ -206,9 +225,10 @@ class ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
-        a, b, weight = tensors = ctx.saved_tensors
+        *given, weight = ctx.saved_tensors
+        a, b = contiguous(*given)
         if by_torch(dy):
-            return *by_formula(ctx.formula, tensors, (dy,)), None, None
+            return *by_formula(ctx.formula, (a, b, weight), (dy,)), None, None
         da = db = y = dweight = None
         if any(ctx.needs_input_grad[:2]):
             y = dy @ weight
@@ -220,16 +240,16 @@ class ActivatedLinear(torch.autograd.Function):
 
 
 class Decay(torch.autograd.Function):
-    """-exp(bias + x) in float32: x [R,C], bias [C]."""
+    """-exp(bias + x) in float32: x [...,C], contiguous, and bias of C elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, formula: Formula) -> Tensor:
         """The result."""
-        R, C = x.shape
+        R, C = row_sizes(x)
         w = torch.empty_like(x, dtype=torch.float32)
         BR, BC = 16, 256
         if x.numel():
-            on_device_of(x, gates.penstock_decay_fwd)[blocks(R, BR), blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
+            on_device_of(x, gates.penstock_decay_fwd)[blocks(R, BR), blocks(C, BC)](x, bias.contiguous(), w, R, C, BR=BR, BC=BC)
         ctx.save_for_backward(x, bias)
         ctx.formula = formula
         return w
@@ -237,17 +257,17 @@ class Decay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Tensors:
         """Gradients of all arguments."""
-        x, bias = ctx.saved_tensors
+        x, bias = contiguous(*ctx.saved_tensors)
         if by_torch(dw):
             return *by_formula(ctx.formula, (x, bias), (dw,)), None
-        (R, C), BR, BC = x.shape, 16, 256
+        (R, C), BR, BC = row_sizes(x), 16, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
-        dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
+        dx, dbias = torch.empty_like(x), bias.new_empty(1, programs, C, dtype=torch.float32)
         if x.numel():
             on_device_of(x, gates.penstock_decay_bwd)[programs, blocks(C, BC)](
                 x, bias, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC
             )
-        return dx, summed(dbias, bias), None
+        return dx, *summed(dbias, bias, programs=1), None
 
 
 class LogSigmoid(torch.autograd.Function):
@@ -266,7 +286,7 @@ class LogSigmoid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dg: Tensor) -> Tensors:
         """The gradient of x."""
-        (x,) = ctx.saved_tensors
+        (x,) = contiguous(*ctx.saved_tensors)
         if by_torch(dg):
             return *by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
@@ -280,8 +300,8 @@ class LogSigmoid(torch.autograd.Function):
 def add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x + y (x if there is no y) and its norm in ``dtype``, of x and y [R,C]."""
-    (R, C), normed = x.shape, torch.empty_like(x, dtype=dtype)
+    """x + y (x if there is no y) and its norm in ``dtype``, of contiguous x and y [...,C]."""
+    (R, C), normed = row_sizes(x), torch.empty_like(x, dtype=dtype)
     total, BC = x if y is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype)), power(C, 16)
     if x.numel():
         on_device_of(x, gates.penstock_add_norm)[(R,)](
@@ -309,21 +329,21 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> Tensors:
         """Gradients of all arguments. x and y get the same tensor: autograd does not modify a gradient in place that it holds twice."""
-        total, weight, bias = tensors = ctx.saved_tensors
+        total, weight, bias = tensors = contiguous(*ctx.saved_tensors)
         if d_normed is None or by_torch(d_total, d_normed):
-            dx, dweight, dbias = by_formula(ctx.formula, tensors, (d_total, d_normed))
+            dx, dweight, dbias = by_formula(ctx.formula, tuple(tensors), (d_total, d_normed))
         else:
-            (R, C), dx = total.shape, torch.empty_like(total)
+            (R, C), dx, learned = row_sizes(total), torch.empty_like(total), [weight] if bias is None else [weight, bias]
             BC = power(C, 16)
             BR = max(1, 2048 // BC)
             programs, each = shares(blocks(R, BR), 1)
-            parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
+            parts = total.new_empty(len(learned), programs, C, dtype=torch.float32)
             if total.numel():
                 on_device_of(total, gates.penstock_add_norm_bwd)[(programs,)](
                     total, weight, total if d_total is None else d_total.contiguous(), d_normed.contiguous(), dx,
-                    parts[0], parts[0] if bias is None else parts[1], R, C, ctx.eps, each,
+                    parts, parts[-1], R, C, ctx.eps, each,
                     ADD=d_total is not None, CENTRE=ctx.centre, BIAS=bias is not None, BR=BR, BC=BC, num_warps=8 if BC <= 2048 else 16,
                     **(limit(total, 64) if BC <= 4096 else {}),
                 )  # fmt: skip
-            dweight, dbias = (None if one is None else summed(one, like) for one, like in zip(parts, (weight, bias)))
+            dweight, dbias = (*summed(parts, *learned, programs=1), None)[:2]
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None, None

@@ -11,7 +11,17 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
 from . import mamba2
-from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, by_torch, early, limit, shares, summed
+from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, by_torch, contiguous, early, limit, shares, summed
+
+
+def _rows(x: Tensor, tokens: int) -> Tensor:
+    """Tokens as rows: the first ``tokens`` dimensions are merged.
+
+    They are copied unless they are evenly spaced and the channels of a token are contiguous.
+    """
+    if tokens == 2:
+        x = x.squeeze(0) if x.shape[0] == 1 else x.flatten(0, 1)  # squeeze keeps the stride of tokens if there is one
+    return x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[dict[str, int], list[int]]:
@@ -28,7 +38,7 @@ def _tile(H: int, V: int, elements: int) -> dict[str, int]:
 
 
 class TimeSteps(torch.autograd.Function):
-    """dt [R,H], dt_bias and A_log [H], x [R,H,V]: g [R,H] in float32, v [R,H,V], and x. Rows of dt and x may have any stride.
+    """dt [R,H], dt_bias and A_log [H], x [R,H,V]: g [R,H] in float32, v [R,H,V], and x. Tokens may be [B,T], with any strides.
 
     The backward kernel adds the gradient of the returned x to that of x.
     """
@@ -38,6 +48,7 @@ class TimeSteps(torch.autograd.Function):
         ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, x: Tensor, low: float, high: float, formula: Formula
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The results."""
+        given, shapes, (dt, x) = (dt, dt_bias, A_log, x), (dt.shape, x.shape), (_rows(one, dt.dim() - 1) for one in (dt, x))
         R, H, V = x.shape
         g, v = x.new_empty(R, H, dtype=torch.float32), x.new_empty(x.shape)
         if x.numel():
@@ -45,30 +56,31 @@ class TimeSteps(torch.autograd.Function):
             on_device_of(x, mamba2.penstock_time_steps_fwd)[blocks(R, tile["BR"]), blocks(H, tile["BH"])](
                 dt, dt_bias, A_log, x, g, v, R, H, *steps, low, high, **unit, **tile, PDL=bool(pdl), num_warps=4, **pdl
             )
-        ctx.save_for_backward(dt, dt_bias, A_log, x)
+        ctx.save_for_backward(*given)
         ctx.limits, ctx.formula = (low, high), formula
         ctx.set_materialize_grads(False)
-        return g, v, x
+        return g.view(shapes[0]), v.view(shapes[1]), given[3]
 
     @staticmethod
     def backward(ctx: Any, dg: Tensor | None, dv: Tensor | None, further: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
-        dt, dt_bias, A_log, x = tensors = ctx.saved_tensors
+        dt, *learned, x = tensors = ctx.saved_tensors
         if by_torch(dg, dv, further):
             return *by_formula(ctx.formula, tensors, (dg, dv, further)), None, None, None
+        shapes, (dt, x), (dt_bias, A_log) = (dt.shape, x.shape), (_rows(one, dt.dim() - 1) for one in (dt, x)), contiguous(*learned)
         (R, H, V), (unit, steps) = x.shape, _strides(dt, x)
         tile = _tile(H, V, 2048)
         programs, each = shares(blocks(R, tile["BR"]), blocks(H, tile["BH"]))
         d_dt, dx = dt.new_empty(dt.shape), x.new_empty(x.shape)
-        d_bias, dA = (x.new_empty(programs, H, dtype=torch.float32) for _ in range(2))
+        parts = x.new_empty(2, programs, H, dtype=torch.float32)
         if x.numel():
             dg = x.new_zeros(R, H, dtype=torch.float32) if dg is None else dg.contiguous()
             dv = x.new_zeros(x.shape) if dv is None else dv.contiguous()
             on_device_of(x, mamba2.penstock_time_steps_bwd)[programs, blocks(H, tile["BH"])](
-                dt, dt_bias, A_log, x, dg, dv, dv if further is None else further.contiguous(), d_dt, dx, d_bias, dA,
+                dt, dt_bias, A_log, x, dg, dv, dv if further is None else further.contiguous(), d_dt, dx, *parts.unbind(),
                 R, H, *steps, *ctx.limits, each, ADD=further is not None, **unit, **tile, num_warps=4, **limit(x, 128),
             )  # fmt: skip
-        return d_dt, summed(d_bias, dt_bias), summed(dA, A_log), dx, None, None, None
+        return d_dt.view(shapes[0]), *summed(parts, dt_bias, A_log, programs=1), dx.view(shapes[1]), None, None, None
 
 
 def _groups(x: Tensor, z: Tensor, groups: int) -> dict[str, int]:
@@ -100,7 +112,10 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, weight: Tensor, group
 
 
 class GatedNorm(torch.autograd.Function):
-    """``gated_norm``; with ``then`` [C,H*V], a linear map of it [R,C], whose input is recomputed in the backward pass, not saved."""
+    """``gated_norm``; with ``then`` [C,H*V], a linear map of it [R,C], whose input is recomputed in the backward pass, not saved.
+
+    Tokens may be [B,T], with any strides.
+    """
 
     @staticmethod
     def forward(
@@ -109,8 +124,11 @@ class GatedNorm(torch.autograd.Function):
         """The result."""
         ctx.save_for_backward(o, x, D, z, weight, then)
         ctx.groups, ctx.eps, ctx.formula = groups, eps, formula
+        lead = z.shape[:-1]
+        o, x, z = (_rows(one, len(lead)) for one in (o, x, z))
         y = gated_norm(o, x, D, z, weight, groups, eps)
-        return y if then is None else y @ then.T
+        y = y if then is None else y @ then.T
+        return y.view(*lead, y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
@@ -118,7 +136,9 @@ class GatedNorm(torch.autograd.Function):
         o, x, D, z, weight, then = tensors = ctx.saved_tensors
         if by_torch(dy):
             return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
-        (R, H, V), again, sizes = x.shape, ctx.needs_input_grad[5], _groups(x, z, ctx.groups)
+        shapes, (o, x, z) = (o.shape, x.shape, z.shape), (_rows(one, z.dim() - 1) for one in (o, x, z))
+        D, weight = contiguous(D, weight)
+        (R, H, V), again, sizes, dy = x.shape, ctx.needs_input_grad[5], _groups(x, z, ctx.groups), dy.flatten(0, -2)
         BC, warps = _blocks(sizes["S"], x)
         each = max(1, blocks(R * ctx.groups * warps, 4 * PROGRAMS))
         programs = blocks(R, each)
@@ -132,4 +152,5 @@ class GatedNorm(torch.autograd.Function):
                 AGAIN=again, **unit, **sizes, BC=BC, COUNT=blocks(sizes["S"], BC), num_warps=warps, **limit(x, 128),
             )  # fmt: skip
         dD = dD.view(programs, H, pieces).sum((0, 2)).to(D.dtype)
-        return d_o, dx, dD, dz, summed(dweight, weight), dy.T @ y if again else None, None, None, None
+        d_o, dx, dz = (d.view(shape) for d, shape in zip((d_o, dx, dz), shapes))
+        return d_o, dx, dD, dz, *summed(dweight[None], weight, programs=1), dy.T @ y if again else None, None, None, None

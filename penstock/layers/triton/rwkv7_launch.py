@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
 from . import rwkv7
-from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, limit, shares
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, limit, shaped, shares, summed
 
 
 class Given(NamedTuple):
@@ -57,32 +58,46 @@ def inputs(c: Given) -> tuple[Tensor, ...]:
     return (raw, key, a, b, share) if values is None else (raw, key, a, b, share, values)
 
 
-class Inputs(torch.autograd.Function):
-    """The tensors of a ``Given``: r, and the results of ``inputs``; values twice, for their two uses.
+def _given(tensors: Tensors) -> Given:
+    """The arguments of ``Inputs`` as rows and heads."""
+    H, N = tensors[6].shape  # type: ignore[union-attr]
+    shapes = [(-1, H, N)] * 4 + [(H, N)] * 5 + [(-1, H, N)] * 3 + [(H, N)]
+    return Given(*map(shaped, tensors, shapes))  # type: ignore[arg-type]
 
-    The backward kernel adds the gradient of the returned r to that of r, and those of both values.
+
+class Inputs(torch.autograd.Function):
+    """The tensors of a ``Given``, as tokens [...,H*N], r_k [H,N] and parameters of as many elements: r, and the results of ``inputs``.
+
+    Results have heads: [...,H,N]; values are there twice, for their two uses. The backward kernel adds the gradient of the returned r to
+    that of r, and those of both values.
     """
 
     @staticmethod
     def forward(ctx: Any, formula: Formula, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """The results."""
-        given = Given(*tensors)  # type: ignore[arg-type]
-        ctx.save_for_backward(*given)
+        given, lead = _given(tensors), tensors[0].shape[:-1]  # type: ignore[union-attr]
+        ctx.save_for_backward(*tensors)
         ctx.formula = formula
         ctx.set_materialize_grads(False)
-        found = inputs(given)
-        return (given.r, *found) if given.v is None else (given.r, *found, found[5].detach())
+        found = [one.view(*lead, *one.shape[1:]) for one in (given.r, *inputs(given))]
+        return tuple(found if given.v is None else [*found, found[6].detach()])
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         tensors = ctx.saved_tensors
         if by_torch(*d_results):
-            return None, *by_formula(ctx.formula, tensors, d_results)
-        c, kinds = Given(*tensors), (None, torch.float32, None, None, None, torch.float32, None, None)
+            return None, *by_formula(partial(_by_rows, ctx.formula), tensors, d_results)
+        c, kinds = _given(tensors), (None, torch.float32, None, None, None, torch.float32, None, None)
         shapes = (c.r.shape,) * 5 + (c.r.shape[:2], c.r.shape, c.r.shape)
         zeros = [c.r.new_zeros(shape, dtype=kind) if d is None else d.contiguous() for d, shape, kind in zip(d_results, shapes, kinds)]
-        return None, *_backward(c, zeros)
+        return None, *(None if d is None else d.view(x.shape) for d, x in zip(_backward(c, zeros), tensors))
+
+
+def _by_rows(formula: Formula, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """``Inputs`` by the formula of rows."""
+    lead = tensors[0].shape[:-1]  # type: ignore[union-attr]
+    return tuple([one.view(*lead, *one.shape[1:]) for one in formula(*_given(tensors))])
 
 
 def _backward(c: Given, given: list[Tensor]) -> Tensors:
@@ -98,7 +113,5 @@ def _backward(c: Given, given: list[Tensor]) -> Tensors:
             d_rate, d_mix, d_first, parts, R, H, N, each, **constants, num_warps=4, **limit(c.r, 128),
         )  # fmt: skip
     learned = [*c[4:9], *([v0] if mixed else [])]
-    total, kinds = parts.sum(0), {one.dtype for one in learned}
-    total = total.to(kinds.pop()) if len(kinds) == 1 else total  # one launch for all
-    sums = [part.to(one.dtype) for part, one in zip(total, learned)]
+    sums = summed(parts, *learned, programs=0)
     return (dr, dk, dw, d_rate, *sums[:5], *((dv, d_mix, d_first, sums[5]) if mixed else (None,) * 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import token_shift
-from .launch import Formula, Tensors, blocks, by_formula, by_torch, first_tokens, limit, precision, shares, summed
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, contiguous, first_tokens, limit, precision, shares, summed
 
 FACTORS = 6
 """The most factors."""
@@ -37,36 +38,39 @@ def shifted(
 
 
 class TokenShift(torch.autograd.Function):
-    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
+    """x [...,C], last [n,C], starts [R], hidden [R,N,M] and up [N,M,C] or None, and N factors of C elements: y_i [...,C].
 
-    Without a low-rank part: with ``kept``, x is a further result, whose gradient the backward kernel adds to that of x. With
-    ``complement``, factors are 1 - mu.
+    See ``token_shift``. Without a low-rank part: with ``kept``, x is a further result, whose gradient the backward kernel adds to that of
+    x. With ``complement``, factors are 1 minus those given.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula,
-        kept: bool = False, complement: bool = False,
+        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula, kept: bool,
+        complement: bool, *factors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The results."""
-        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False, complement=complement)
-        ctx.save_for_backward(x, last, starts, mu, hidden, up)
+        rows = [one.reshape(-1).contiguous() for one in factors]
+        y = shifted(x.flatten(0, -2), last, starts, None, rows, hidden, up, tanh=False, complement=complement)
+        ctx.save_for_backward(x, last, starts, hidden, up, *factors)
         ctx.formula, ctx.complement = formula, complement
         ctx.set_materialize_grads(False)
-        return (*y.unbind(), x) if kept else y.unbind()
+        results = y.view(len(factors), *x.shape).unbind()
+        return (*results, x) if kept else results
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
-        x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
+        x, last, starts, hidden, up, *factors = tensors = contiguous(*ctx.saved_tensors)
         if by_torch(*d_results):
-            return *by_formula(ctx.formula, tensors, d_results), None, None, None
-        N = mu.shape[0]
-        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
+            grads = by_formula(partial(_by_rows, ctx.formula), tuple(tensors), d_results)
+            return *grads[:5], None, None, None, *grads[5:]
+        N, shape, x, mu = len(factors), x.shape, x.flatten(0, -2), torch.stack([one.reshape(-1) for one in factors])
+        dy = [torch.zeros_like(x) if d is None else d.contiguous().view(x.shape) for d in d_results[:N]]
         d_last = _of_last(last, starts, mu, hidden, up, dy, ctx.complement) if ctx.needs_input_grad[1] else None
         if hidden is not None and up is not None:
             dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
-            return dx, d_last, None, dmu, d_hidden, d_up, None, None, None
+            return dx.view(shape), d_last, None, d_hidden, d_up, None, None, None, *summed(dmu, *factors, programs=0)
         (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
         BR, BC = 8 if N <= 2 else 2, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
@@ -77,7 +81,14 @@ class TokenShift(torch.autograd.Function):
                 N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, AMD=Target.of(x.device).amd, num_warps=4,
                 **limit(x, 128),
             )  # fmt: skip
-        return dx, d_last, None, summed(dmu, mu), None, None, None, None, None
+        return dx.view(shape), d_last, *[None] * 6, *summed(dmu, *factors, programs=0)
+
+
+def _by_rows(
+    formula: Formula, x: Tensor, last: Tensor, starts: Tensor, hidden: Tensor | None, up: Tensor | None, *factors: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``TokenShift`` by the formula of rows."""
+    return tuple([one.view(x.shape) for one in formula(x.flatten(0, -2), last, starts, factors, hidden, up)])
 
 
 def _of_last(
@@ -98,7 +109,10 @@ def _of_last(
 def _low_rank_backward(
     x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor, up: Tensor, dy: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, mu, hidden and up. Each kernel recomputes dm = dy (p - x): storing it would cost one write and two reads."""
+    """Gradients of x, of mu in parts [programs,N,C], of hidden and of up.
+
+    Each kernel recomputes dm = dy (p - x): storing it would cost one write and two reads.
+    """
     (R, C), (N, M, _) = x.shape, up.shape
     given = [*dy, *[x] * (LOW_RANK_FACTORS - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
@@ -106,7 +120,7 @@ def _low_rank_backward(
     options, stages = limit(x, 128) if half else {}, 2 if half and not amd else 1  # on Hopper, one stage takes 1.1 to 1.4 times as long
     programs, each = shares(blocks(R, BR), blocks(C, BC) * N)
     dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
-    dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
+    dmu, d_up = (x.new_empty(programs, *shape, dtype=torch.float32) for shape in (mu.shape, (1, *up.shape)))
     if x.numel():
         tile = 32 if half else 16
         many, rows = shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # programs of 8 warps, so half as many
@@ -136,4 +150,5 @@ def _low_rank_backward(
             num_stages=stages,
             **options,
         )
-    return dx, summed(dmu, mu), d_hidden, summed(d_up, up)
+    (d_up,) = summed(d_up, up, programs=0)
+    return dx, dmu, d_hidden, d_up
