@@ -22,7 +22,9 @@ A message has the form ``<function>: <argument> must be <rule>, got <value>. <wh
 
 from __future__ import annotations
 
+import re
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DISTRIBUTION = "penstock-lm"
@@ -44,6 +46,18 @@ class PenstockError(Exception):
 
 class InvalidArgument(PenstockError, ValueError):
     """An argument breaks a rule of its function."""
+
+    def of(self, function: str, names: Mapping[str, str]) -> InvalidArgument:
+        """The error of a function that passed its arguments on to the one that raised this. What names it already stays.
+
+        names : mapping
+            What it calls the arguments that have other names there.
+
+        >>> print(RangeError("gla: g must be at most 0, got 1.").of("fused_recurrent_gla", {"g": "gk"}))
+        fused_recurrent_gla: gk must be at most 0, got 1.
+        """
+        other = re.compile(rf"^(?!{function}:)\w+: (\w+) must", re.MULTILINE)
+        return type(self)(other.sub(lambda found: f"{function}: {names.get(found[1], found[1])} must", str(self)))
 
 
 class ShapeError(InvalidArgument):
@@ -131,7 +145,7 @@ def described(value: object) -> str:
 
 def shortened(value: object, length: int = 60) -> str:
     """A value in at most ``length`` characters."""
-    text = _repr.repr(value)
+    text = re.sub(r"\n\s*", " ", _repr.repr(value))
     return text if len(text) <= length else text[: length - 3] + "..."
 
 

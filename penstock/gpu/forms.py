@@ -46,11 +46,6 @@ def never(call: Any) -> str | None:
     return None
 
 
-def unrun(call: Any) -> str | None:
-    """As ``avoids``: emulated and compiled, but not run on a GPU."""
-    return "it has not run on a GPU yet"
-
-
 @dataclass(frozen=True)
 class Form(Generic[C, P]):
     """A kernel, or a fixed group of kernels, that computes a pass or a part of it."""
@@ -78,8 +73,8 @@ class Form(Generic[C, P]):
 F = TypeVar("F", bound=Form[Any, Any])
 
 
-def first(forms: Sequence[F], call: Any) -> F:
-    """The form that computes a call. A form named in ``Target.forms`` runs even if it avoids the call."""
+def found(forms: Sequence[F], call: Any) -> F | None:
+    """The form that computes a call, or None. A form named in ``Target.forms`` runs even if it avoids the call."""
     wanted = call.target.forms
     if wanted:
         for one in forms:
@@ -88,6 +83,14 @@ def first(forms: Sequence[F], call: Any) -> F:
     for one in forms:
         if one.refusal(call) is None and one.avoids(call) is None:
             return one
+    return None
+
+
+def first(forms: Sequence[F], call: Any) -> F:
+    """The form that computes a call."""
+    one = found(forms, call)
+    if one is not None:
+        return one
     raise ImplementationRefused("; ".join(f"{one.name} {reason(one, call)}" for one in forms))
 
 

@@ -64,9 +64,24 @@ def tiled(x: Tensor) -> bool:
     return aligned and d == 1 and (H == 1 or h == D) and (B == 1 or b == T * t) and t >= H * D
 
 
-def tiled_or_shared(x: Tensor) -> bool:
-    """Whether [B,T,H,D] is such a matrix, or one head that all H heads share with stride 0: the matrix [B * T,D]."""
-    return tiled(x if x.stride(2) else x[:, :, :1])
+def no_matrix(name: str, x: Tensor | None, shared: bool = False) -> str | None:
+    """Why kernels cannot copy a tensor in tiles, or None. ``shared``: all heads may be one with stride 0, the matrix [B * T,D]."""
+    if x is None or tiled(x[:, :, :1] if shared and x.stride(2) == 0 else x):
+        return None
+    return f"{name} must be one matrix [B * T,H * D] with rows at multiples of 16 bytes, this is {list(x.shape)} with strides {x.stride()}"
+
+
+ROWS = 1 << 31
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+
+
+def other_rows(*rows: int) -> str | None:
+    """Why kernels cannot copy matrices with these numbers of rows in tiles, or None."""
+    if min(rows) < 1:
+        return f"it copies matrices of one row at least in tiles, this call has one of {min(rows)}"
+    if max(rows) >= ROWS:
+        return f"it copies matrices of fewer than 2**31 rows in tiles, this call has one of {max(rows)}"
+    return None
 
 
 @cache

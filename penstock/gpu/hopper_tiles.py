@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .tiles import powers_of_two
+
 # Gluon's current names, and those in older versions of Triton
 meet = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.6
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # 3.6, 3.7
@@ -61,6 +63,13 @@ def most_of_both(x, y):
 def inverse(power):
     """The inverse of a power of two."""
     return (254 - (power.to(gl.int32, bitcast=True) >> 23) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scaled_half(x, axis: gl.constexpr):
+    """A tile in float16, each row (axis 1) or column (axis 0) times a power of two, and the inverse powers."""
+    down, up = powers_of_two(gl.max(gl.abs(x), axis))
+    return (x * gl.expand_dims(down, axis)).to(gl.float16), up
 
 
 @gluon.jit

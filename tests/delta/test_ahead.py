@@ -61,7 +61,7 @@ def test_forward_passes_with_residuals_are_compiled():
     target = TARGETS["sm_90"]
     found = {name: job for one in ahead.CONFIGURATIONS for name, job in launches(one, target)}
     keeping = {name: job for name, job in found.items() if ": forward with residuals: " in name}
-    assert {name.split(" ")[0] for name in keeping} == {"delta_rule", "kda"}
+    assert {name.split(" ")[0] for name in keeping} == {"delta_rule", "gated_delta_rule", "kda"}
     for name, job in keeping.items():
         other = found[name.replace("forward with residuals", "forward")]
         assert job.kernel == other.kernel
@@ -73,7 +73,7 @@ def test_forward_passes_with_residuals_are_compiled():
     assert {*later} < {job for name, job in found.items() if ": backward: kda" in name}
 
 
-@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if one.raw], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [one for one in ahead.CONFIGURATIONS if "raw backward" in one.passes], ids=lambda one: one.name)
 def test_the_stage_that_follows_has_the_kernels_of_its_backward_pass(one):
     p, target = one._problem("forward"), TARGETS["sm_90"]
     planned, tensors = launch._raw_backward_to_come(p, target, raw.forward_plan(p))

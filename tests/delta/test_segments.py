@@ -49,8 +49,8 @@ H100 = Target("sm_90", 132, 232448)
 
 
 def call_of(T, H, B):
-    """A call with these sizes, whose tensors are smaller."""
-    case = Delta("gated_delta_rule", B=1, T=1, H=1, K=128, V=128, dtype=torch.float16)
+    """A call with these sizes, whose tensors are smaller. Hopper has no other kernels for heads of 120."""
+    case = Delta("gated_delta_rule", B=1, T=1, H=1, K=128, V=120, dtype=torch.float16)
     p = problem_of(case, case.tensors())
     p.sizes = p.sizes | {"B": B, "N": B, "T": T, "H": H, "G": H, "J": H}
     return Forward.of(p, H100)

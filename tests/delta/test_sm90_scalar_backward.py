@@ -6,16 +6,34 @@ import pytest
 import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
-from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, SMALL, assert_equal, backward, check_state_alone, forward, problem_of
+from hopper_deltas import (
+    A100,
+    BITS,
+    EMULATED,
+    FLOOR,
+    H200,
+    SMALL,
+    assert_equal,
+    backward,
+    budget,
+    check_state_alone,
+    forward,
+    problem_of,
+)
 from sampling import slow
 
 from penstock.delta.inputs import of_every_head
 from penstock.delta.triton.calls import Backward, Forward
+from penstock.delta.triton.forms.lists import residuals_of
 from penstock.delta.triton.forms.scalar_backward_sm90 import BACKWARD
-from penstock.delta.triton.forms.scalar_sm90 import FORWARD, KEPT
+from penstock.delta.triton.forms.scalar_sm90 import FORWARD
 
 pytestmark = EMULATED
 OF = Delta("gated_delta_rule", B=1, H=1, T=150, K=128, V=128, dtype=torch.bfloat16, others=torch.float32)
+HALF = replace(OF, dtype=torch.float16)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+NAMED = frozenset([FORWARD.name, BACKWARD.name])
+"""A target with these runs them also where they are avoided."""
 GATES = ("zero", "weak", "logsigmoid/16", "logsigmoid/0.1", "-exp(N(2,1))", "uneven", "spikes", "gone", "mixture")
 CASES = [
     *(replace(OF, gate=gate) for gate in GATES),
@@ -31,9 +49,17 @@ CASES = [
     replace(OF, H=2, G=1, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
 ]
+HALVES = [
+    *(replace(case, dtype=torch.float16, others=torch.float16 if case.others == torch.bfloat16 else case.others) for case in CASES),
+    *(replace(HALF, upstream_factor=1e3, v_factor=0.01, state_factor=0.01, gate=gate) for gate in ("weak", "spikes")),
+    *(replace(HALF, state_factor=1e5, upstream_factor=1e-3, gate=gate) for gate in ("weak", "mixture")),
+    replace(HALF, beta=1e-6, upstream_factor=1e3, state_factor=0.1, gate="weak"),
+    replace(HALF, still=True, gate="logsigmoid/16"),
+]
+"""Of float16: gradients, states and factors that it cannot hold, and states that only decay."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *HALVES], ids=str)
 def test_equal_the_oracle(case):
     """Sums over all channels, such as dg, may cancel: then twice the error of the formula with rounded operands is allowed, too."""
     wanted = oracle(case)
@@ -41,35 +67,39 @@ def test_equal_the_oracle(case):
         if f"d{name}" not in wanted:
             continue
         off = float((x.double() - wanted[f"d{name}"].value).norm())
-        allowed = BUDGET * wanted[f"d{name}"].size + FLOOR * x.numel()
+        allowed = budget(case) * wanted[f"d{name}"].size + FLOOR * x.numel()
         if off > allowed:
-            allowed += 2 * rounding_errors(case, 8)[f"d{name}"]
+            allowed += 2 * rounding_errors(case, BITS[case.dtype])[f"d{name}"]
         assert off <= allowed, (name, off / wanted[f"d{name}"].size)
 
 
+@DTYPES
 @pytest.mark.parametrize("target", [H200, SMALL], ids=["blocks", "heads"])
 @pytest.mark.parametrize(
     "case",
     [replace(OF, H=2, G=1, gate="mixture"), replace(OF, variant="delta_rule", K=64, T=70), replace(OF, lengths=(130, 0, 3), state=False)],
     ids=str,
 )
-def test_residuals(case, target):
+def test_residuals(case, target, dtype):
     """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
-    problem, given = problem_of(case), upstream(case)
+    case = replace(case, dtype=dtype)
+    problem, given, target = problem_of(case), upstream(case), target._replace(forms=NAMED)
     plain, found = forward(FORWARD, problem, target), forward(FORWARD, problem, target, keep=True, seed=1)
     for name in ("output", "final_state"):
         assert torch.equal(plain[name], found[name]), name
-    kept = {name: found[name] for name in KEPT}
+    kept = {name: found[name] for name in residuals_of(problem)}
     assert_equal(backward(BACKWARD, problem, *given, target), backward(BACKWARD, problem, *given, target, kept=kept, seed=1))
 
 
+@DTYPES
 @pytest.mark.parametrize("final", [True, *slow(False)])
-def test_the_gradient_of_the_state_alone(final):
-    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture")
+def test_the_gradient_of_the_state_alone(final, dtype):
+    case = replace(OF, dtype=dtype, H=2, lengths=(70, 0, 130), gate="mixture")
     d_output, d_final = upstream(case)
     check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
 
 
+@DTYPES
 @pytest.mark.parametrize(
     ("case", "repeated", "kept"),
     [
@@ -81,16 +111,21 @@ def test_the_gradient_of_the_state_alone(final):
     ],
     ids=str,
 )
-def test_what_is_kept(case, repeated, kept):
+def test_what_is_kept(case, repeated, kept, dtype):
     """Residuals only where the backward pass takes them, and not of many short sequences."""
-    problem = problem_of(case)
-    made = FORWARD.plan(Forward.of(of_every_head(problem) if repeated else problem, H200, keep=True))
-    assert set(KEPT) <= set(made.memory) if kept else "chunk_states" not in made.memory
+    problem = problem_of(replace(case, dtype=dtype))
+    for target in (H200, H200._replace(forms=NAMED)):
+        call = Forward.of(of_every_head(problem) if repeated else problem, target, keep=True)
+        memory = FORWARD.plan(call).memory
+        taken = kept and (BACKWARD.avoids(call) is None or target.forms == NAMED)
+        assert set(residuals_of(problem)) <= set(memory) if taken else "chunk_states" not in memory
 
 
+@DTYPES
 @pytest.mark.parametrize("case", [replace(OF, H=2, G=1, gate="mixture"), replace(OF, H=2, lengths=(70, 3), gate="spikes")], ids=str)
-def test_blocks_of_value_channels_change_no_bit(case):
+def test_blocks_of_value_channels_change_no_bit(case, dtype):
     """A program that walks has 64 value channels or, with enough heads, all 128."""
+    case = replace(case, dtype=dtype)
     problem, given = problem_of(case), upstream(case)
     assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, problem, *given, SMALL, seed=1))
 
@@ -101,7 +136,7 @@ def test_blocks_of_value_channels_change_no_bit(case):
         (OF, A100, "sm_90"),
         (replace(OF, K=96), H200, "K must be 64 or 128"),
         (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float16), H200, "it takes bfloat16"),
+        (replace(OF, dtype=torch.float32), H200, "it takes bfloat16 or float16"),
         (replace(OF, variant="kda"), H200, "without decays per channel"),
         (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
     ],
@@ -111,6 +146,24 @@ def test_reasons(case, target, reason):
     d_output, d_final = upstream(case)
     call = Backward.of(problem_of(case), target, d_output=d_output, d_final_state=d_final)
     assert reason in str(BACKWARD.refusal(call))
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [None, (70, 60)], ids=["batch", "packed"])
+def test_other_sequences_change_no_bit(dtype, lengths):
+    """Gradients of a sequence alone and beside others."""
+    case = replace(OF, dtype=dtype, B=2 if lengths is None else 1, T=70 if lengths is None else 130, lengths=lengths, gate="mixture")
+    drawn, (d_output, d_final) = case.tensors(), upstream(case)
+    whole = backward(BACKWARD, problem_of(case, drawn), d_output, d_final)
+
+    def of_first(x, name=""):
+        return x[:1] if lengths is None or name == "initial_state" else x[:, :70]
+
+    alone = replace(case, B=1, T=70, lengths=None)
+    given = {name: None if x is None else of_first(x, name) for name, x in drawn.items() if name != "cu_seqlens"}
+    found = backward(BACKWARD, problem_of(alone, given), of_first(d_output), d_final[:1], seed=1)
+    for name, x in found.items():
+        assert torch.equal(x, of_first(whole[name], name)), name
 
 
 def test_refuses_repeated_heads():

@@ -100,7 +100,7 @@ def test_the_gradient_of_the_output_is_copied_in_tiles():
     problem = problem_of(OF)
     d_output = torch.zeros(*problem.v.shape[:3], 2 * problem.v.shape[3], dtype=problem.v.dtype)[..., ::2]
     call = Backward.of(problem, H200, d_output=d_output, d_final_state=None)
-    assert "d_output must be" in str(BACKWARD.refusal(call))
+    assert "the output's gradient must be" in str(BACKWARD.refusal(call))
 
 
 @pytest.mark.parametrize("target", [A100, H200], ids=["A100", "H200"])

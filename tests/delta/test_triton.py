@@ -195,7 +195,7 @@ def test_levels_follow_from_the_bound_of_raw_gates(variant, bound, dtype, low, p
     case = Delta(variant, B=1, H=1, T=70, K=12, V=8, raw=True, dtype=dtype, bound=bound)
     problem = DELTA.checked(variant, [case.tensors().get(name) for name in DELTA.names], case.options)
     call = calls.Forward.of(inputs.canonical(problem, inputs.uncomputed(problem, False)), ROUNDED)
-    assert (call.low, chunks.pairs(call)) == (low, pairs)
+    assert (call.low, chunks.pairs(call, call.low)) == (low, pairs)
     assert call.anchored == (low == 64)
 
 

@@ -67,3 +67,9 @@ def test_tiles_describe_matrices():
     one, other = (described(x, description(x, tile)) for x, tile in tiles)
     assert (one.shape, one.strides, one.block_shape) == ([200, 192], [192, 1], [64, 64])
     assert (other.shape, other.strides, other.block_shape) == ([768, 64], [64, 1], [64, 64])
+
+
+@pytest.mark.parametrize(("rows", "why"), [((1, 2**31 - 1), None), ((2, 2**31), "fewer than 2**31"), ((0, 5), "one row at least")])
+def test_rows_are_numbered_by_32_bits(rows, why):
+    found = hopper.other_rows(*rows)
+    assert found is None if why is None else why in found

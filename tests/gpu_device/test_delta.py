@@ -159,21 +159,22 @@ RANDOM = [
 @pytest.mark.parametrize(("pool", "layout", "strided"), [(FLOAT32, "contiguous", True), (BFLOAT16, "gaps", False)], ids=str)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(
-    ("variant", "K", "V"),
+    ("variant", "K", "V", "dtype"),
     [
-        ("delta_rule", 128, 128),
-        ("gated_delta_rule", 128, 128),
-        ("gated_delta_rule", 256, 128),
-        ("kda", 128, 128),
-        ("kda", 64, 64),
-        ("rwkv7", 64, 64),
+        ("delta_rule", 128, 128, BFLOAT16),
+        ("gated_delta_rule", 128, 128, BFLOAT16),
+        ("gated_delta_rule", 256, 128, BFLOAT16),
+        ("kda", 128, 128, BFLOAT16),
+        ("kda", 64, 64, BFLOAT16),
+        ("kda", 128, 128, FLOAT16),
+        ("rwkv7", 64, 64, BFLOAT16),
     ],
+    ids=str,
 )
-def test_random_calls_of_heads_whose_pieces_have_kernels_for_hopper(variant, K, V, raw, pool, layout, strided):
+def test_random_calls_of_heads_whose_pieces_have_kernels_for_hopper(variant, K, V, dtype, raw, pool, layout, strided):
     gate = "mixture" if VARIANTS[variant].decay else "logsigmoid"
-    case = case_of(variant, sum(LENGTHS), B=1, K=K, V=V, dtype=BFLOAT16, gate=gate, raw=raw, strided=strided, state=False)
-    with trying({}, "gdn_wide_pieces_sm90", "kda_pieces_sm90"):
-        check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
+    case = case_of(variant, sum(LENGTHS), B=1, K=K, V=V, dtype=dtype, gate=gate, raw=raw, strided=strided, state=False)
+    check(Sequences(case, LENGTHS, pool, layout, DEVICE), "auto", range(3))
 
 
 @pytest.mark.parametrize(("dtype", "pool", "layout", "strided", "K"), RANDOM, ids=str)
@@ -214,11 +215,41 @@ ANCHORED_CASES = [
 ]
 
 
+OF_ANCHORED_HALF = replace(OF_ANCHORED, dtype=FLOAT16)
+ANCHORED_HALF_CASES = [
+    *(replace(OF_ANCHORED_HALF, T=T) for T in (1, 17, 63, 64, 65, 129, 700)),
+    *(replace(OF_ANCHORED_HALF, centre=centre) for centre in (-9.0, -5.0, 9.0, 60.0)),
+    *(replace(OF_ANCHORED_HALF, key=key, centre=-5.0) for key in KEYS),
+    *(replace(OF_ANCHORED_HALF, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
+    replace(OF_ANCHORED_HALF, H=9, state=False, scale=-0.3),
+]
+
+
+KDA = "kda_prepare_sm90", "kda_bwd_sm90"
+OF_KDA = Delta("kda", H=2, T=150, K=64, V=64, dtype=FLOAT16, others=FLOAT32)
+KDA_CASES = [
+    *(replace(OF_KDA, gate=gate) for gate in gates("kda")),
+    *(replace(OF_KDA, key=key, beta=beta, gate="weak") for key in ("random", "positive", "equal") for beta in (0.0, 1.0, 2.0)),
+    replace(OF_KDA, B=1, H=1, T=700, K=128, V=128),
+    replace(OF_KDA, T=70, K=128, V=128),
+    replace(OF_KDA, T=17, others=FLOAT16),
+    replace(OF_KDA, T=70, H=4, G=2),
+    replace(OF_KDA, state=False, scale=-0.3),
+]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")
-@pytest.mark.parametrize("case", ANCHORED_CASES, ids=str)
-def test_rwkv7_with_one_anchor(case):
-    """Results, equal bits in two calls, and before a cut."""
-    with trying({}, *ANCHORED) as planned:
+@pytest.mark.parametrize(
+    ("case", "forms"),
+    [
+        *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES)),
+        *((case, KDA) for case in KDA_CASES),
+    ],
+    ids=str,
+)
+def test_forms_that_are_named(case, forms):
+    """Results, equal bits in two calls, and before a cut: of RWKV-7 with one anchor in a chunk, and of KDA in float16."""
+    with trying({}, *forms) as planned:
         check_results(case, "triton_chunkwise", DEVICE)
         tensors = case.tensors(DEVICE)
         first, again = (measured(case, "triton_chunkwise", DEVICE) for _ in range(2))
@@ -228,7 +259,7 @@ def test_rwkv7_with_one_anchor(case):
             for after in followed(case, "triton_chunkwise"):
                 found = case.call(changed(case, tensors, cut, after), "triton_chunkwise").output
                 assert torch.equal(found[:, :cut], first["output"][:, :cut]), (cut, after)
-    assert set(ANCHORED) <= planned
+    assert set(forms) <= planned
 
 
 HALF = {"dtype": BFLOAT16, "others": FLOAT32}

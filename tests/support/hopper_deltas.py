@@ -5,6 +5,7 @@ import pytest
 import torch
 from emulated import gluon
 
+from penstock.delta import rounded
 from penstock.delta.inputs import of_every_head
 from penstock.delta.operators import DELTA
 from penstock.delta.triton.calls import Backward, Forward
@@ -21,9 +22,16 @@ SMALL = Target("sm_90", 2, 232448)
 """So few multiprocessors that a program has all value channels."""
 BUDGET = torch.finfo(torch.bfloat16).eps
 """The allowed relative error: two operands of every product, what lies between two products, and the result are rounded by eps / 4."""
+BITS = {torch.bfloat16: rounded.BFLOAT16, torch.float16: rounded.FLOAT16}
+"""Significant bits of operands."""
 FLOOR = 2.0**-90
 """Of a gradient's elements: where beta is 0 it is 2^-100."""
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def budget(case):
+    """As ``BUDGET``, of a case's dtype."""
+    return torch.finfo(case.dtype).eps
 
 
 def problem_of(case, drawn=None, *, repeated=False):

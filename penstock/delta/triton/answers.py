@@ -16,7 +16,7 @@ from ...gpu.target import Target
 from ...tokens.empty import nothing
 from ...tokens.gpu_pieces import has_pieces
 from ..declaration import DeltaTokens
-from .calls import Backward, Call, Forward, InPlace
+from .calls import Backward, C, Call, Forward, InPlace
 from .forms import anchored_sm90, chunks, segments
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_FORWARD, TOKENS_IN_PLACE
 
@@ -32,7 +32,7 @@ PORTABLE = (
     chunks.FORWARD, chunks.BACKWARD, chunks.PIECES, segments.FORWARD, segments.BACKWARD, anchored_sm90.FORWARD,
     anchored_sm90.BACKWARD,
 )  # fmt: skip
-"""Forms whose pairs follow ``Call.low``."""
+"""Forms whose pairs follow the bound of the decays: ``Call.low``, or one anchor in a chunk."""
 READS_RAW = (anchored_sm90.FORWARD, anchored_sm90.BACKWARD)
 """Forms that compute log decays from raw gates themselves."""
 CALLS: dict[Mode, type[Call]] = {"forward": Forward, "backward": Backward, "advance": InPlace}
@@ -50,16 +50,17 @@ def refusal(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) -> 
 
 
 def take_groups(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_output: Tensor | None) -> bool:
-    """Whether a form of each list takes heads of q and k that groups share as they are. Equal calls share the answer."""
+    """Whether a form of each list computes heads of q and k that groups share as they are. Equal calls share the answer."""
     if mode not in parts:
         return False
     seen = p.__dict__.get("seen")
-    key = "groups", id(parts), mode, exact((d_output,))
+    target, trial = launch.tried(Target.of(p.q.device))
+    key = "groups", id(parts), mode, exact((d_output,)), trial
     if seen is not None and key in seen.bound:
         return bool(seen.bound[key])
     more = {"d_output": d_output} if mode == "backward" else {}
-    call = CALLS[mode].of(p, Target.of(p.q.device), **more)
-    found = all(forms.refusal(among, call) is None for _, among in _asked(parts, p, mode))
+    call = CALLS[mode].of(p, target, **more)
+    found = all(forms.found(among, call) is not None for _, among in _asked(parts, p, mode))
     if seen is not None:
         seen.bound[key] = found
     return found
@@ -78,7 +79,7 @@ def take_raw(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode, d_
     ((_, among),) = parts[mode]
     call = CALLS[mode].of(p, target, **more)
     others = target.forms & {one.name for one in among if one not in READS_RAW}  # tried forms take log decays
-    found = not others and any(one.refusal(call) is None for one in among if one in READS_RAW)
+    found = not others and forms.found([one for one in among if one in READS_RAW], call) is not None
     if seen is not None:
         seen.bound[key] = found
     return found
@@ -95,8 +96,9 @@ def verdicts(parts: dict[Mode, tuple[Part, ...]], p: DeltaTokens, mode: Mode) ->
 def _walk(part: str, among: Sequence[Form[Any, Any]], call: Call) -> Iterator[FormVerdict]:
     """The answers of a list, and how the portable chunk kernels compute pairs."""
     yield from forms.verdicts(part, among, call, ())
-    pairs = chunks.pairs(call)
-    if pairs is not None and forms.first(among, call) in PORTABLE:
+    taken = forms.first(among, call)
+    pairs = chunks.pairs(call, C if taken in READS_RAW else call.low)
+    if pairs is not None and taken in PORTABLE:
         yield FormVerdict("pairs", pairs, None)
 
 

@@ -31,8 +31,8 @@ as many bits as TF32, and errors of T would be larger than theirs if beta is up 
 LOWS = (64, 32, 16, 8)
 """Tokens of blocks that may have one anchor. In smaller blocks it saves at most two levels of six."""
 MOST_DECAY = 44.0
-"""The most by which an anchored block may decay, with bfloat16 operands. Factors are exp of it: 1e19, and as much is left for what they
-multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40."""
+"""The most by which an anchored block may decay, with operands of one or two bfloat16 parts. Factors are exp of it: 1e19, and as much is
+left for what they multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40."""
 MOST_DECAY_FLOAT32 = 10.0
 """The same with other products. Exact as float32: exp of a rounded sum x has a relative error of 2^-24 |x|. TF32, for float16: gradients of
 strong decays, which are differences of anchored sums, had errors of 2.2e-3. 16 tokens of RWKV-7 decay by at most 9.7."""
@@ -76,14 +76,17 @@ class Call(TokenCall):
         """The dtype of tiles in memory. float16 inputs are multiplied as TF32, because states, values and gradients have no bound."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
-    @property
-    def low(self) -> int:
-        """Tokens of blocks with one anchor in place of the inner levels; 0: all levels."""
+    def anchors(self, most: float) -> int:
+        """Tokens of the largest blocks that decay by at most ``most``; 0: of none is that known."""
         bound = inputs.bound(self.p)
         if bound is None or self.decay != CHANNEL:
             return 0
-        most = MOST_DECAY if self.precision == "bf16" else MOST_DECAY_FLOAT32
         return next((low for low in LOWS if -bound * low <= most), 0)
+
+    @property
+    def low(self) -> int:
+        """Tokens of blocks with one anchor in place of the inner levels; 0: all levels."""
+        return self.anchors(MOST_DECAY if self.precision == "bf16" else MOST_DECAY_FLOAT32)
 
     @property
     def anchored(self) -> bool:

@@ -1,4 +1,4 @@
-"""RWKV-7 on Hopper where a chunk has one anchor, as steps of states: all chunks at once, then one product a chunk; both passes."""
+"""RWKV-7 on Hopper where a chunk has one anchor, as steps of states: all chunks at once, then one product a chunk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, tiled
+from ....gpu.hopper import Tile, absent, no_matrix
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
-from ..calls import Backward, C, Call, Forward, InPlace
+from ..calls import MOST_DECAY, Backward, C, Call, Forward, InPlace
 from .chunks import end, gradient, in_place, start
+from .scalar_sm90 import halves, other_dtype
 from .walks import Walk, over_pieces, over_sequences
 
 WARPS = 8
@@ -23,33 +24,44 @@ STAGES = 3
 
 
 def stages(call: Call, output: bool) -> int:
-    """``STAGES``; of a chain with outputs, whose tiles are more, fewer where two programs share a multiprocessor."""
+    """``STAGES``, or fewer where two programs share a multiprocessor with two stages and do not with ``STAGES``.
+
+    In bfloat16 these are chains with outputs, which have more tiles; in float16, whose tiles have two parts, chains without.
+    """
     programs = call.N * call.H
-    return 2 if output and programs > call.target.multiprocessors else STAGES
+    return 2 if output != halves(call) and programs > call.target.multiprocessors else STAGES
 
 
-ROWS = 1 << 31
-"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers. The tallest has two rows for a token of a chunk."""
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def refuses(call: Call, **given: Tensor | None) -> str | None:
-    """Two streams in bfloat16, heads of 64, one anchor in a chunk, and tensors that TMA can copy: q, k, v, a, b and ``given``."""
+    """Two streams in 16 bits, heads of 64, one anchor in a chunk, and tensors that TMA can copy: q, k, v, a, b and ``given``."""
     p = call.p
-    if not call.anchored:
+    if call.streams != 2 or call.anchors(MOST_DECAY) != C:
         return "it computes two streams whose decays have one anchor in 64 tokens"
     if p.groups:
         return "it takes q, k, a and b of every head of v"
     if call.K != C or call.V != C:
         return f"K and V must be {C}, these are {call.K} and {call.V}"
-    rows = call.chunks(C)(p.sizes) * C * call.H if p.sizes["B"] * p.sizes["T"] else 0
-    if not 0 < 2 * rows < ROWS:
-        return f"it takes up to 2**30 tokens of all heads, in whole chunks, this call has {rows}"
+    if (why := call.other_rows(C, 2 * C) or other_dtype(call, *DTYPES)) is not None:
+        return why
     for name, x in {"q": p.q, "k": p.k, "v": p.v, "a": p.a, "b": p.b, **given}.items():
-        if x is not None and x.dtype != torch.bfloat16:
-            return f"it takes bfloat16, {name} is {x.dtype}"
-        if x is not None and not tiled(x):
-            return f"{name} must be [B,T,H * {C}] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+        if x is not None and x.dtype != p.q.dtype:
+            return f"it takes tensors of one dtype, q is {p.q.dtype}, {name} is {x.dtype}"
+        if (why := no_matrix(name, x)) is not None:
+            return why
     return None
+
+
+def refuses_backward(call: Backward) -> str | None:
+    """Also the gradient of the output is copied in tiles."""
+    return refuses(call, d_output=call.d_output)
+
+
+def avoids(call: Call) -> str | None:
+    """float16."""
+    return "its kernels for float16 have not run on a GPU yet" if halves(call) else None
 
 
 def gate(call: Call) -> str:
@@ -57,18 +69,27 @@ def gate(call: Call) -> str:
     return "g" if call.p.raw is None else "raw"
 
 
+def parts(call: Call) -> int:
+    """The bfloat16 parts of tiles that are operands: 16 bits in two with float16 inputs."""
+    return 1 + halves(call)
+
+
+def _tiles(plan: Plan, call: Call, name: str, count: int = 0) -> str:
+    """Memory of tiles of all chunks, in ``count`` parts or those of operands."""
+    return plan.empty(name, call.chunks(C), call.H, C * (count or parts(call)), C, dtype=torch.bfloat16)
+
+
 def _steps(plan: Plan, call: Call, piece: int = 0) -> str:
     """Add the memory of M, Q, W and decays of all chunks, and the launch that computes them. The name of Y or, for gradients, of T - I."""
-    from ..sm90 import anchored_steps
+    from ..sm90 import anchored_steps, anchored_steps_float16
 
-    slots, H, K, solved = call.chunks(C), call.H, call.K, isinstance(call, Backward)
-    step, read = (plan.empty(name, slots, H, C, K, dtype=call.tile) for name in ("step", "read"))
-    write = plan.empty("write", slots, H, 2 * C, K, dtype=call.tile)
-    more = plan.empty("solved" if solved else "own", slots, H, C * (1 + solved), C, dtype=call.tile)
+    slots, H, K, solved, half = call.chunks(C), call.H, call.K, isinstance(call, Backward), halves(call)
+    step, read, write = _tiles(plan, call, "step"), _tiles(plan, call, "read"), _tiles(plan, call, "write", 2)
+    more = _tiles(plan, call, "solved", 2) if solved else _tiles(plan, call, "own")
     total = plan.empty("total", slots, H, K)
+    kernel = anchored_steps_float16.penstock_rwkv7_steps_float16_sm90 if half else anchored_steps.penstock_rwkv7_steps_sm90
     plan.launch(
-        anchored_steps.penstock_rwkv7_steps_sm90, call.programs(slots, 1),
-        ("q", "a", "k", "b", "v", step, read, write, more, gate(call), total, "cu_seqlens"),
+        kernel, call.programs(slots, 1), ("q", "a", "k", "b", "v", step, read, write, more, gate(call), total, "cu_seqlens"),
         (call.p.scale, sequences, tokens, H, *call.strides("g")), 4, (*[Tile(C, K)] * 5, *[Tile(C, K, 3)] * 4),
         writes=(step, read, write, more, total), fused=not piece,
         K=K, PACKED=call.packed, SOLVED=solved, RAW=call.p.raw is not None, PIECE=piece,
@@ -87,7 +108,7 @@ def _chain(plan: Plan, call: Call, own: str, walk: Walk) -> None:
         anchored_chain.penstock_rwkv7_chain_sm90, call.programs(walk.number, 1),
         ("step", "write", "read", own, made, "total", first or "total", made, walk.final or "total", "cu_seqlens", walk.rows or "step"),
         (sequences, tokens, call.H, *steps), 4, (*[Tile(C, C, 3)] * 4, tile), fused=not walk.piece,
-        K=C, STAGES=stages(call, walk.output is not None), **walk.constants(call),
+        K=C, STAGES=stages(call, walk.output is not None), **walk.constants(call), PARTS=parts(call),
     )  # fmt: skip
 
 
@@ -113,15 +134,14 @@ def _backward(call: Backward) -> Plan:
     solved = _steps(plan, call)
     token, slot = Tile(C, K), Tile(C, K, 3)
     if not call.state_alone:
-        states = plan.empty("chunk_states", slots, H, K, K, dtype=call.tile)
-        _chain(plan, call, "read", Walk(sequences, start(call), kept=("", states)))
+        _chain(plan, call, "read", Walk(sequences, start(call), kept=("", _tiles(plan, call, "chunk_states"))))
     last, steps = end(call)
-    dS = plan.empty("d_chunk_states", slots, H, K, K, dtype=call.tile)
+    dS = _tiles(plan, call, "d_chunk_states")
     d_initial = plan.empty("d_initial_state", sequences, H, K, K)
     plan.launch(
         anchored_chain.penstock_rwkv7_chain_bwd_sm90, call.programs(sequences, 1),
         ("step", "read", "d_output", dS, "total", last or d_initial, d_initial, "cu_seqlens"), (sequences, tokens, H, *steps), 4,
-        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed, STAGES=stages(call, False),
+        (slot, slot, token, slot), K=K, FINAL=last is not None, PACKED=call.packed, STAGES=stages(call, False), PARTS=parts(call),
     )  # fmt: skip
     if call.state_alone:
         return plan
@@ -134,17 +154,17 @@ def _backward(call: Backward) -> Plan:
         anchored_gradients.penstock_rwkv7_gradients_sm90, call.programs(slots, 1),
         ("v", "d_output", "q", "k", "a", "b", "chunk_states", dS, solved, *made, gate(call), "total", *made, dg, "cu_seqlens"),
         (p.scale, sequences, tokens, H, *call.strides("g")), WARPS, (*[token] * 6, *[slot] * 3, *[token] * 5),
-        K=K, PACKED=call.packed, RAW=p.raw is not None,
+        K=K, PACKED=call.packed, RAW=p.raw is not None, PARTS=parts(call),
     )  # fmt: skip
     return plan
 
 
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 64, "V": 64}
-EXAMPLES = (Example("rwkv7", torch.bfloat16, SIZES, ("g",)),)
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_sm90", _forward, absent, refuses, examples=EXAMPLES)
+EXAMPLES = tuple([Example("rwkv7", dtype, SIZES, ("g",)) for dtype in DTYPES])
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "rwkv7_bwd_sm90", _backward, absent, lambda call: refuses(call, d_output=call.d_output), examples=EXAMPLES
+    "rwkv7_bwd_sm90", _backward, absent, refuses_backward, avoids, examples=EXAMPLES
 )
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "rwkv7_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
+    "rwkv7_pieces_sm90", _pieces, absent, refuses, avoids, examples=in_place(EXAMPLES)
 )

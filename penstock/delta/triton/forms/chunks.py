@@ -28,15 +28,15 @@ def refuses(call: Call) -> str | None:
     return f"it takes heads of at most K = {WIDEST}, these have {call.K}" if call.K > WIDEST else call.grouped
 
 
-def pairs(call: Call) -> str | None:
-    """How pairs with decays per channel are computed, for ``explain``."""
+def pairs(call: Call, low: int) -> str | None:
+    """How pairs with decays per channel are computed, for ``explain``. ``low``: tokens of blocks with one anchor, or 0."""
     if call.decay != CHANNEL:
         return None
-    count, bound = len(lengths(C, call.low)), inputs.bound(call.p)
-    if not call.low:
+    count, bound = len(lengths(C, low)), inputs.bound(call.p)
+    if not low:
         why = "no bound of the decays is known" if bound is None else f"a bound of {bound:.4g} is too far from 0"
         return f"{count} levels, because {why}"
-    return f"{count} levels and " * (count > 0) + f"one anchor in {call.low} tokens, because decays are at least {bound:.4g}"
+    return f"{count} levels and " * (count > 0) + f"one anchor in {low} tokens, because decays are at least {bound:.4g}"
 
 
 def prepared(plan: Plan, call: Call, piece: int = 0, fused: bool = True) -> None:

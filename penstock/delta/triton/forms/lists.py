@@ -48,4 +48,4 @@ TOKENS_IN_PLACE: tuple[InPlaceForm, ...] = (tokens.IN_PLACE,)
 
 def residuals_of(p: Delta) -> tuple[str, ...]:
     """The names, in plans, of what a forward pass may keep for the backward pass."""
-    return channels_sm90.KEPT if "K" in p.variant.decay else scalar_sm90.KEPT
+    return channels_sm90.kept(p) if "K" in p.variant.decay else scalar_sm90.kept(p)

@@ -12,7 +12,7 @@ from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C
 from . import scalar_sm90
-from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, key_heads, untiled_gradient
+from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, halves, key_heads, untiled_gradient
 from .walks import over_sequences
 
 
@@ -29,6 +29,7 @@ def _backward(call: Backward) -> Plan:
 
     ``prepare`` and ``walk``: A, A_k T, B^T, E and the states before chunks, unless the forward pass kept them. ``reverse``: dv and the
     gradients of the states after chunks. ``gradients``: the others, all chunks in parallel; dq and dk are those of the heads of q and k.
+    float16: ``reverse`` computes Z = dv / beta, ``gradients`` dv.
     """
     from ..sm90 import scalar_gradients, scalar_reverse
 
@@ -38,12 +39,20 @@ def _backward(call: Backward) -> Plan:
     if not call.kept:
         add_prepare(plan, call, removals=True)
         if not call.state_alone:
-            add_walk(plan, call, over_sequences(plan, call, output=False, keep=True))
+            add_walk(plan, call, over_sequences(plan, call, output=False, keep=True, powers=halves(call)))
 
     def like(name: str, *shape: int, dtype: torch.dtype) -> str:
         return plan.empty(name, batch, tokens, *shape, dtype=dtype)
 
-    dv = like("dv", H, V, dtype=p.v.dtype)
+    dv = y = like("dv", H, V, dtype=p.v.dtype)
+    b, a, lacking = "solved_keys", "weights", ("reads",) * 5  # dummies
+    of_values, of_block = Tile(C, V), Tile(C, BV)
+    if halves(call):  # Z in place of dv
+        b, a = "half_keys", "half_weights"
+        y = plan.empty("z", slots, H, C, V, dtype=kind)
+        of_values, of_block = Tile(C, V, 3), Tile(C, BV, 3)
+        of_z, of_dS = plan.empty("z_powers", slots, H, V), plan.empty("d_state_powers", slots, H, V)
+        lacking = ("powers", "error_powers", of_z, "state_powers", of_dS)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
     dS = plan.empty("d_chunk_states", slots, H, V, K, dtype=kind)
     last, last_steps = (d_initial, (0, 0, 0, 0)) if d_final is None else ("d_final_state", d_final.stride())
@@ -52,9 +61,9 @@ def _backward(call: Backward) -> Plan:
 
     plan.launch(
         scalar_reverse.penstock_gdn_reverse_sm90, walk,
-        ("solved_keys", "d_output", "weights", "q", "k", dv, dS, "beta", "reads", last, dv, d_initial, "cu_seqlens"),
+        (b, "d_output", a, "q", "k", y, dS, "beta", "reads", last, dv, d_initial, "cu_seqlens", *[lacking[n] for n in (0, 2, 4)]),
         (p.scale, sequences, tokens, H, R, q_h, k_h, *rates, *last_steps), BV // 16,
-        (Tile(C, K, 3), values, Tile(C, C, 3), chunk, chunk, values, state),
+        (Tile(C, K, 3), values, Tile(C, C, 3), chunk, chunk, of_block, state),
         K=K, V=V, BV=BV, STAGES=2, COPIES=2 if BV == C else 1, FINAL=d_final is not None, PACKED=call.packed,
     )  # fmt: skip
     if call.state_alone:
@@ -63,9 +72,10 @@ def _backward(call: Backward) -> Plan:
     dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
     plan.launch(
         scalar_gradients.penstock_gdn_gradients_sm90, lambda s: slots(s) * G,
-        ("q", "k", "errors", dv, "d_output", "removals", "chunk_states", dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),
+        ("q", "k", "errors", y, "d_output", "removals", "chunk_states", dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens", dv,
+         *lacking[1:]),
         (p.scale, sequences, tokens, H, R, q_h, k_h, *g_steps, *rates), 8,
-        (chunk, chunk, Tile(C, V, 3), *[Tile(C, V)] * 2, Tile(C, C, 3), *[Tile(V, K, 3)] * 2, chunk, chunk),
+        (chunk, chunk, Tile(C, V, 3), of_values, Tile(C, V), Tile(C, C, 3), *[Tile(V, K, 3)] * 2, chunk, chunk),
         K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
     )  # fmt: skip
     return plan

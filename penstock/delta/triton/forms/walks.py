@@ -20,6 +20,8 @@ class Walk(NamedTuple):
     final: str | None = None
     kept: tuple[str, str] | None = None
     """For the backward pass: E, or W of KDA, and the states before chunks."""
+    powers: tuple[str, str] | None = None
+    """Those of two that value channels of both lack in float16."""
     piece: int = 0
     """Tokens of a piece, if states are updated in place."""
     rows: str = ""
@@ -32,8 +34,11 @@ class Walk(NamedTuple):
         return {**wanted, "PACKED": call.packed, "PIECE": self.piece, "ROWS_GIVEN": bool(self.rows), "NARROW": self.narrow}
 
 
-def over_sequences(plan: Plan, call: Call, output: bool, keep: bool, transposed: bool = True) -> Walk:
-    """Adds ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` [V,K], or [K,V], if ``keep``."""
+def over_sequences(plan: Plan, call: Call, output: bool, keep: bool, transposed: bool = True, powers: bool = False) -> Walk:
+    """Adds ``output`` and ``final_state`` if ``output``; ``errors`` and ``chunk_states`` [V,K], or [K,V], if ``keep``.
+
+    ``powers``: what is kept has powers of two, ``error_powers`` and ``state_powers``.
+    """
     p, H, K, V, slots = call.p, call.H, call.K, call.V, call.chunks(C)
     walk = Walk(sequences, start(call))
     if output:
@@ -43,6 +48,8 @@ def over_sequences(plan: Plan, call: Call, output: bool, keep: bool, transposed:
         state = (V, K) if transposed else (K, V)
         made = plan.empty("errors", slots, H, C, V, dtype=p.q.dtype)
         walk = walk._replace(kept=(made, plan.empty("chunk_states", slots, H, *state, dtype=p.q.dtype)))
+    if keep and powers:
+        walk = walk._replace(powers=(plan.empty("error_powers", slots, H, V), plan.empty("state_powers", slots, H, V)))
     return walk
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 
 from ....call.implementation import Example
-from ....gpu.forms import Form, unrun
+from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward, InPlace
 from .chunks import end, in_place
-from .scalar_sm90 import HEADS, add_prepare, columns, gates, unlike, untiled, untiled_gradient
+from .scalar_sm90 import HEADS, add_prepare, columns, gates, other_dtype, unlike, untiled, untiled_gradient
 from .walks import Walk, over_pieces, over_sequences
 
 KEYS = (64, 128, 256)
@@ -35,7 +35,7 @@ def _other_heads(call: Call) -> str | None:
 
 def refuses(call: Call) -> str | None:
     """One stream with one decay per token or none, bfloat16, wide heads, and tensors that TMA can copy."""
-    return unlike(call) or _other_heads(call) or untiled(call)
+    return unlike(call) or other_dtype(call, torch.bfloat16) or _other_heads(call) or untiled(call)
 
 
 def refuses_backward(call: Backward) -> str | None:
@@ -129,5 +129,5 @@ EXAMPLES = (Example("gated_delta_rule", torch.bfloat16, SIZES), Example("delta_r
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_wide_sm90", _forward, absent, refuses, examples=EXAMPLES)
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_wide_bwd_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "gdn_wide_pieces_sm90", _pieces, absent, refuses, unrun, examples=in_place(EXAMPLES)
+    "gdn_wide_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

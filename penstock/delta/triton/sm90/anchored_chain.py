@@ -3,57 +3,92 @@
     O = Q S + Y       S' = total o S + M S + W       dS = total o dS' + M^T dS' + Q^T dO
 
 with dS' the gradient of the state after a chunk. Between two states there is one product, forward and backward in time. The state is in
-registers, transposed, as the left operand of both products of a chunk.
+registers, transposed, as the left operand of both products of a chunk. With float16 inputs PARTS is 2: it has two bfloat16 parts there, as
+have dO and, in memory, M, Q, Y, states and their gradients. A product is three.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
+from ....gpu.hopper_tiles import async_store, in_two, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from .layouts import C
+from .parts import added_in_parts, as_left, in_parts, load_parts, product_of_parts, transposed
 from .programs import places, row_of_pool, store_in_pool, walk_of_program
 
 
 @gluon.jit
-def load_chunk(tiles, rings, bars, first, H, c, chunks):
-    """Start the loads of the tiles of chunk c, if it exists."""
+def load_chunk(tiles, rings, bars, first, H, c, chunks, PARTS: gl.constexpr):
+    """Start the loads of the tiles of chunk c, if it exists: of W both parts, of M, Q and Y PARTS."""
     at = ((first + c * H) * C).to(gl.int32)
-    places = ([at, 0], [2 * at, 0], [2 * at + C, 0], [at, 0], [at, 0])
+    parts = ([2 * at, 0], [2 * at + C, 0])
+    if PARTS == 2:
+        places = parts + parts + parts + parts
+    else:
+        places = ([at, 0],) + parts + ([at, 0], [at, 0])
     load_tiles(tiles, rings, bars, places, c, c < chunks)
 
 
 @gluon.jit
-def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr):
+def parts_in(rings, s, first: gl.constexpr, PARTS: gl.constexpr):
+    """The tile whose parts are in slot ``s`` of PARTS rings."""
+    found = ()
+    for m in gl.static_range(PARTS):
+        found = found + (rings[first + m].index(s),)
+    return found
+
+
+@gluon.jit
+def wait_for(bars, s, phase, first: gl.constexpr, COUNT: gl.constexpr):
+    """Wait for the tiles in slot ``s`` of COUNT rings."""
+    for m in gl.static_range(first, first + COUNT):
+        mbarrier.wait(bars[m].index(s), phase)
+
+
+@gluon.jit
+def store_transposed(made_s, n, parts):
+    """Store the transpose of a state, result n, in as many parts."""
+    for m in gl.static_range(len(parts)):
+        made_s.index(len(parts) * (n & 1) + m).permute((1, 0)).store(parts[m])
+
+
+@gluon.jit
+def store_state(tiles, made_s, place, n, PARTS: gl.constexpr):
+    """Start the store of state ``place`` of [slots,H], result n, in PARTS parts."""
+    for m in gl.static_range(PARTS):
+        async_store(tiles, [(place * (PARTS * C)).to(gl.int32) + m * C, 0], made_s.index(PARTS * (n & 1) + m))
+
+
+@gluon.jit
+def store_chunk(tiles, made_s, token, first, h, H, c, OUTPUT: gl.constexpr, PARTS: gl.constexpr):
     """Start the store of the output of chunk c, or of the state before it."""
     K: gl.constexpr = made_s.shape[2]
     if OUTPUT:
         async_store(tiles, [token + c * C, h * K], made_s.index(c & 1))
     else:
-        async_store(tiles, [((first + c * H) * C).to(gl.int32), 0], made_s.index(c & 1))
+        store_state(tiles, made_s, first + c * H, c, PARTS)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_sm90(
     step_tiles, write_tiles, read_tiles, own_tiles, made_tiles, totals, initial_state, output, final_state, cu_seqlens, rows, N, T, H,
     s_n, s_h, s_k, s_v, K: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr, OUTPUT: gl.constexpr, KEEP: gl.constexpr,
-    PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
+    PACKED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """O = Q S + Y, S <- total o S + M S + W, chunk by chunk.
 
-    TMA tiles [C,K]: M, Q and Y of [slots,H,C,K], W of [slots,H,2 C,K]; with OUTPUT the output of tokens [B T,H K], with KEEP the states
-    before chunks of [slots,H,K,V]: V is K. Reads the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes the output
-    [B,T,H,V] and the final state [N,H,K,V], with KEEP the states before chunks. Program (sequence, head). PIECE, ROWS_GIVEN, NARROW: see
-    ``scalar_walk.py``.
+    TMA tiles [C,K]: M, Q and Y of [slots,H,PARTS C,K], W of [slots,H,2 C,K]; with OUTPUT the output of tokens [B T,H K], with KEEP the
+    states before chunks of [slots,H,PARTS K,V]: V is K. Reads the initial state [N,H,K,V] by strides, total [slots,H,K]. With OUTPUT writes
+    the output [B,T,H,V] and the final state [N,H,K,V], with KEEP the states before chunks. Program (sequence, head). PARTS: 2 with float16
+    inputs, else 1. PIECE, ROWS_GIVEN, NARROW: see ``scalar_walk.py``.
     """
     gl.static_assert(K == C)
     gl.static_assert(OUTPUT != KEEP)
-    kind: gl.constexpr = made_tiles.dtype
+    kind: gl.constexpr = step_tiles.dtype
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
@@ -61,15 +96,15 @@ def penstock_rwkv7_chain_sm90(
     if PIECE > 0:
         owner, chunks = row_of_pool(rows, owner, chunks, ROWS_GIVEN)
     head = h.to(gl.int64)
-    tiles = (step_tiles, write_tiles, write_tiles)
+    tiles = (step_tiles,) * PARTS + (write_tiles,) * 2
     if OUTPUT:
-        tiles = tiles + (read_tiles, own_tiles)
+        tiles = tiles + (read_tiles,) * PARTS + (own_tiles,) * PARTS
     rings = ()
     bars = ()
     for _ in gl.static_range(len(tiles)):
         rings = rings + (gl.allocate_shared_memory(kind, [STAGES, C, K], made_tiles.layout),)
         bars = bars + (barriers(STAGES, 1),)
-    made_s = gl.allocate_shared_memory(kind, [2, C, K], made_tiles.layout)
+    made_s = gl.allocate_shared_memory(made_tiles.dtype, [2 if OUTPUT else 2 * PARTS, C, K], made_tiles.layout)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
     fence_async_shared()
     meet()
@@ -77,7 +112,7 @@ def penstock_rwkv7_chain_sm90(
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        load_chunk(tiles, rings, bars, first, H, chunks * 0 + m, chunks)
+        load_chunk(tiles, rings, bars, first, H, chunks * 0 + m, chunks, PARTS)
     dk = gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
     dv = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
     zero = gl.zeros([K, K], gl.float32, wide)
@@ -96,38 +131,39 @@ def penstock_rwkv7_chain_sm90(
         t = c * C
         phase = (c // STAGES) & 1
         coming = gl.load(totals + (c + 1) * step, mask=channel * 0 + c + 1 < chunks, other=0.0)
-        rounded = S.to(kind)
-        L = gl.convert_layout(rounded, left, assert_trivial=True)
-        mbarrier.wait(bars[0].index(s), phase)
-        moved = warpgroup_mma(L, rings[0].index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        rounded = in_parts(S, kind, PARTS)
+        L = as_left(rounded)
+        wait_for(bars, s, phase, 0, PARTS)
+        moved = product_of_parts(L, transposed(parts_in(rings, s, 0, PARTS)), wide)
         O = zero
         if OUTPUT:
-            mbarrier.wait(bars[3].index(s), phase)
-            O = warpgroup_mma(L, rings[3].index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            wait_for(bars, s, phase, PARTS + 2, PARTS)
+            O = product_of_parts(L, transposed(parts_in(rings, s, PARTS + 2, PARTS)), wide)
         # while the tensor cores compute: the store of the chunk before, and loads into its memory
         tma.store_wait(0)
         expect(tiles, bars, c - 1 + STAGES, (c > 0) & (c - 1 + STAGES < chunks))
         fence_async_shared()
         meet()  # totals and results are stored
         if c > 0:
-            load_chunk(tiles, rings, bars, first, H, c - 1 + STAGES, chunks)
-            store_chunk(made_tiles, made_s, token, first, h, H, c - 1, OUTPUT)
-        for m in gl.static_range(1, 3):
-            mbarrier.wait(bars[m].index(s), phase)
-        written = rings[1].index(s).permute((1, 0)).load(wide).to(gl.float32)
-        written += rings[2].index(s).permute((1, 0)).load(wide).to(gl.float32)
+            load_chunk(tiles, rings, bars, first, H, c - 1 + STAGES, chunks, PARTS)
+            store_chunk(made_tiles, made_s, token, first, h, H, c - 1, OUTPUT, PARTS)
+        wait_for(bars, s, phase, PARTS, 2)
+        written = load_parts(transposed(parts_in(rings, s, PARTS, 2)), wide)
         S = S * total_s.index(c & 1).load(gl.SliceLayout(0, wide))[None, :] + written
         total_s.index((c + 1) & 1).store(coming)
         if KEEP:
-            made_s.index(c & 1).permute((1, 0)).store(rounded)
-        moved, O, L = warpgroup_mma_wait(0, [moved, O, L])
+            store_transposed(made_s, c, rounded)
+        if PARTS == 2:
+            moved, O, _high, _low = warpgroup_mma_wait(0, [moved, O, L[0], L[1]])
+        else:
+            moved, O, _high = warpgroup_mma_wait(0, [moved, O, L[0]])
         S = S + moved
         if NARROW:
             S = S.to(initial_state.dtype.element_ty).to(gl.float32)
         if OUTPUT:
-            mbarrier.wait(bars[4].index(s), phase)
-            O = (O + rings[4].index(s).permute((1, 0)).load(wide).to(gl.float32)).to(kind)
-            made_s.index(c & 1).permute((1, 0)).store(O)
+            wait_for(bars, s, phase, 2 * PARTS + 2, PARTS)
+            O = (O + load_parts(transposed(parts_in(rings, s, 2 * PARTS + 2, PARTS)), wide)).to(made_tiles.dtype)
+            store_transposed(made_s, c, (O,))
             if t + C > tokens:  # the last chunk; others are stored by TMA
                 gl.store(output + (t + dk) * (H.to(gl.int64) * K) + dv, O, mask=t + dk < tokens)
     fence_async_shared()
@@ -135,38 +171,41 @@ def penstock_rwkv7_chain_sm90(
     if OUTPUT:
         if chunks * C == tokens:
             if chunks > 0:
-                store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
+                store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT, PARTS)
         if PIECE > 0:
             store_in_pool(S, initial_state, owner, head, dk, dv, (s_n, s_h, s_k, s_v), chunks)
         else:
             gl.store(final_state + (owner * H + head) * (K * K) + dk * K + dv, S)
     elif chunks > 0:
-        store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT)
+        store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT, PARTS)
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_step(tiles, rings, bars, token, first, h, H, m, chunks):
-    """Start the loads of step m, which is chunk ``chunks - 1 - m``: M, Q and dO."""
+def load_step(tiles, rings, bars, token, first, h, H, m, chunks, PARTS: gl.constexpr):
+    """Start the loads of step m, which is chunk ``chunks - 1 - m``: M and Q in PARTS parts, and dO."""
     K: gl.constexpr = rings[0].shape[2]
     c = chunks - 1 - m
     at = ((first + c * H) * C).to(gl.int32)
-    load_tiles(tiles, rings, bars, ([at, 0], [at, 0], [token + c * C, h * K]), m, m < chunks)
+    parts = ([at, 0],)
+    if PARTS == 2:
+        parts = ([2 * at, 0], [2 * at + C, 0])
+    load_tiles(tiles, rings, bars, parts + parts + ([token + c * C, h * K],), m, m < chunks)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
 def penstock_rwkv7_chain_bwd_sm90(
     step_tiles, read_tiles, o_tiles, dS_tiles, totals, d_final_state, d_initial_state, cu_seqlens, N, T, H,
-    s_n, s_h, s_k, s_v, K: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
+    s_n, s_h, s_k, s_v, K: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """dS = total o dS' + M^T dS' + Q^T dO, from the last chunk to the first.
 
-    TMA tiles [C,K]: M and Q of [slots,H,C,K], dO of tokens [B T,H K], dS' of [slots,H,K,V]: V is K. With FINAL reads the gradient of the
-    final state [N,H,K,V] by strides; total [slots,H,K]. Writes dS' and the gradient of the initial state [N,H,K,V]. Program (sequence,
-    head).
+    TMA tiles [C,K]: M and Q of [slots,H,PARTS C,K], dO of tokens [B T,H K], dS' of [slots,H,PARTS K,V]: V is K. With FINAL reads the
+    gradient of the final state [N,H,K,V] by strides; total [slots,H,K]. Writes dS' and the gradient of the initial state [N,H,K,V].
+    Program (sequence, head). PARTS: 2 with float16 inputs, else 1.
     """
     gl.static_assert(K == C)
-    kind: gl.constexpr = o_tiles.dtype
+    kind: gl.constexpr = step_tiles.dtype
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -175,13 +214,14 @@ def penstock_rwkv7_chain_bwd_sm90(
 
     owner, h, _, b, row, tokens, chunks, first = walk_of_program(cu_seqlens, N, T, H, 1, PACKED)
     head = h.to(gl.int64)
-    tiles = (step_tiles, read_tiles, o_tiles)
+    tiles = (step_tiles,) * PARTS + (read_tiles,) * PARTS + (o_tiles,)
     rings = ()
     bars = ()
-    for _ in gl.static_range(3):
-        rings = rings + (gl.allocate_shared_memory(kind, [STAGES, C, K], o_tiles.layout),)
+    for m in gl.static_range(2 * PARTS + 1):
+        rings = rings + (gl.allocate_shared_memory(tiles[m].dtype, [STAGES, C, K], o_tiles.layout),)
         bars = bars + (barriers(STAGES, 1),)
-    made_s = gl.allocate_shared_memory(kind, [2, C, K], o_tiles.layout)
+    o_s: gl.constexpr = 2 * PARTS
+    made_s = gl.allocate_shared_memory(kind, [2 * PARTS, C, K], o_tiles.layout)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], flat)
     fence_async_shared()
     meet()
@@ -190,7 +230,7 @@ def penstock_rwkv7_chain_bwd_sm90(
         expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        load_step(tiles, rings, bars, token, first, h, H, chunks * 0 + m, chunks)
+        load_step(tiles, rings, bars, token, first, h, H, chunks * 0 + m, chunks, PARTS)
     dk = gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
     dv = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
     dS = gl.zeros([K, K], gl.float32, wide)
@@ -206,33 +246,36 @@ def penstock_rwkv7_chain_bwd_sm90(
         c = last - m
         phase = (m // STAGES) & 1
         coming = gl.load(totals + (c - 1) * step, mask=channel * 0 + c > 0, other=0.0)
-        rounded = dS.to(kind)
-        L = gl.convert_layout(rounded, left, assert_trivial=True)
-        mbarrier.wait(bars[0].index(s), phase)
-        moved = gl.zeros([K, K], gl.float32, wide)
-        moved = warpgroup_mma(L, rings[0].index(s), moved, use_acc=False, is_async=True)
+        rounded = in_parts(dS, kind, PARTS)
+        L = as_left(rounded)
+        wait_for(bars, s, phase, 0, PARTS)
+        moved = product_of_parts(L, parts_in(rings, s, 0, PARTS), wide)
         # while the tensor cores compute: the store of the chunk after this one, and loads into its memory
         tma.store_wait(0)
         expect(tiles, bars, m - 1 + STAGES, (m > 0) & (m - 1 + STAGES < chunks))
-        for n in gl.static_range(1, 3):
-            mbarrier.wait(bars[n].index(s), phase)
+        wait_for(bars, s, phase, PARTS, PARTS + 1)
         if (c + 1) * C > tokens:  # rows after the last token are padding, or belong to another sequence
-            zero_rows_from(rings[2].index(s), tokens - c * C, clean)
+            zero_rows_from(rings[o_s].index(s), tokens - c * C, clean)
         fence_async_shared()
         meet()  # totals, results and zeros are stored
         if m > 0:
-            load_step(tiles, rings, bars, token, first, h, H, m - 1 + STAGES, chunks)
-            async_store(dS_tiles, [((first + (c + 1) * H) * C).to(gl.int32), 0], made_s.index((m - 1) & 1))
-        dO = rings[2].index(s).permute((1, 0)).load(left)
-        moved = warpgroup_mma(dO, rings[1].index(s), moved, is_async=True)
-        made_s.index(m & 1).permute((1, 0)).store(rounded)
+            load_step(tiles, rings, bars, token, first, h, H, m - 1 + STAGES, chunks, PARTS)
+            store_state(dS_tiles, made_s, first + (c + 1) * H, m - 1, PARTS)
+        dO = (rings[o_s].index(s).permute((1, 0)).load(left),)
+        if PARTS == 2:
+            dO = in_two(dO[0].to(gl.float32), kind)
+        moved = added_in_parts(dO, parts_in(rings, s, PARTS, PARTS), moved)
+        store_transposed(made_s, m, rounded)
         dS = dS * total_s.index(m & 1).load(gl.SliceLayout(0, wide))[None, :]
         total_s.index((m + 1) & 1).store(coming)
-        moved, L, dO = warpgroup_mma_wait(0, [moved, L, dO])
+        if PARTS == 2:
+            moved, _high, _low, _o_high, _o_low = warpgroup_mma_wait(0, [moved, L[0], L[1], dO[0], dO[1]])
+        else:
+            moved, _high, _o = warpgroup_mma_wait(0, [moved, L[0], dO[0]])
         dS = dS + moved
     fence_async_shared()
     meet()
     if chunks > 0:
-        async_store(dS_tiles, [(first * C).to(gl.int32), 0], made_s.index(last & 1))
+        store_state(dS_tiles, made_s, first, last, PARTS)
     gl.store(d_initial_state + (owner * H + head) * (K * K) + dk * K + dv, dS)
     tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""The inverse of a chunk of RWKV-7 on Hopper, in Gluon: T = (I - N)^-1, and products of tiles in two bfloat16 parts.
+"""The inverse of a chunk of RWKV-7 on Hopper, in Gluon: T = (I - N)^-1 in two bfloat16 parts.
 
 Keys may be raw, so T has no bound: T and what it multiplies have 16 bits and the range of float32. 16x16 blocks of T are substituted in
 float32, see ``inverse.py``, then merged: 16 -> 32 -> 64.
@@ -8,32 +8,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import in_two, meet, store_in_two
+from ....gpu.hopper_tiles import meet, store_in_two
 from .layouts import ROWS, C
-
-
-@gluon.jit
-def product_in_two(x, high_s, low_s):
-    """The product of a tile in registers with one in two parts."""
-    wide: gl.constexpr = x.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    zero = gl.zeros([C, C], gl.float32, wide)
-    high, low = in_two(x, high_s.dtype)
-    high = gl.convert_layout(high, left, assert_trivial=True)
-    y = warpgroup_mma(gl.convert_layout(low, left, assert_trivial=True), high_s, zero, use_acc=False)
-    y = warpgroup_mma(high, low_s, y)
-    return warpgroup_mma(high, high_s, y)
-
-
-@gluon.jit
-def product_of_parts(left, right, wide: gl.constexpr):
-    """The product, in progress, of two tiles in two parts each."""
-    zero = gl.zeros([C, C], gl.float32, wide)
-    y = warpgroup_mma(left[1], right[0], zero, use_acc=False, is_async=True)
-    y = warpgroup_mma(left[0], right[1], y, is_async=True)
-    return warpgroup_mma(left[0], right[0], y, is_async=True)
+from .parts import product_in_two, product_of_parts
 
 
 @gluon.jit

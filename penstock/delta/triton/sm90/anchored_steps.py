@@ -27,10 +27,11 @@ from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, store_in_t
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
 from .anchored import logarithms, tokens_through
-from .anchored_inverse import inverse, product_in_two, product_of_parts
+from .anchored_inverse import inverse
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 from .pairs import left_operand, right_operand
+from .parts import product_in_two, product_of_parts
 
 
 @gluon.jit

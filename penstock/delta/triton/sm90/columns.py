@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ....gpu.hopper_tiles import reinterpret
+from ....gpu.hopper_tiles import in_two, reinterpret
 from .layouts import GROUPS, ROWS
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -24,10 +24,12 @@ PAIRS = gl.constexpr(
 
 
 @gluon.jit
-def rounded(x):
-    """A tile in bfloat16, two values of a thread by one instruction. The compiler converts values one by one where it needs them again."""
-    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+def rounded(x, kind: gl.constexpr):
+    """A tile in 16 bits, two values of a thread by one instruction. The compiler converts values one by one where it needs them again."""
+    if kind == gl.float16:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -38,8 +40,8 @@ def group_of(tiles, m):
 
 @gluon.jit
 def store_group(x, tiles, m):
-    """The inverse of ``group_of``, rounded to bfloat16."""
-    tiles.index(m).permute((1, 0)).store(rounded(x))
+    """The inverse of ``group_of``, rounded."""
+    tiles.index(m).permute((1, 0)).store(rounded(x, tiles.dtype))
 
 
 @gluon.jit
@@ -52,8 +54,18 @@ def store_in_groups(x, memory, first: gl.constexpr):
 
 @gluon.jit
 def times(x, y, acc):
-    """acc plus the product of a tile x [W,ROWS] in bfloat16 with a block y [ROWS,ROWS] that is a right operand."""
+    """acc plus the product of a tile x [W,ROWS] in 16 bits with a block y [ROWS,ROWS] that is a right operand."""
     return mma_v2(gl.convert_layout(x, LEFT, assert_trivial=True), y, acc)
+
+
+@gluon.jit
+def summed(z, mask, acc, kind: gl.constexpr):
+    """acc plus sums of a tile z [W,ROWS], as a product with a mask in bfloat16. float16: z, which has no bound, is in two parts."""
+    if kind == gl.float16:
+        high, low = in_two(z, gl.bfloat16)
+        return times(low, mask, times(high, mask, acc))
+    else:
+        return times(rounded(z, gl.bfloat16), mask, acc)
 
 
 @gluon.jit
@@ -88,7 +100,7 @@ def in_second_half(n: gl.constexpr):
 @gluon.jit
 def masked(x, mask):
     """A right operand where ``mask`` has all bits set, else 0. ``mask``: 16-bit integers, two by one instruction."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit

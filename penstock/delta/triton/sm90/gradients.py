@@ -14,6 +14,9 @@ Every term of dg is a pair of tokens with t between them, so there is no cancell
 U is in no memory, and where beta is 0 nothing is divided but Y, which has the same floor.
 
 The launches before this one keep for it, per token and head with K = V = 128, W 256 bytes, S 512 and dS' 512.
+
+float16: W, S, dS' and, in place of Y, Z = Y / beta are float16 times a power of two for each value channel. Here they get one for a tile,
+and P and M get one, too. dV is stored here.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, exp2, inverse, meet, most_of_both, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import LOG2E, chunk_of_slot
-from .columns import PAIRS, RIGHT, TILE, group_of, products_of_group, rounded, store_group, store_in_blocks, store_in_groups, times
+from ....gpu.tiles import LOG2E, chunk_of_slot, powers_of_two
+from .columns import PAIRS, RIGHT, TILE, group_of, products_of_group, store_group, store_in_blocks, store_in_groups, summed
 from .layouts import GROUPS, ROWS, C
 from .levels import MASKS, PREFIX, SUFFIX, far_level, near_levels, store_masks
 from .programs import nonzero
@@ -42,8 +45,34 @@ def logarithms_of(g, g_t, left, m):
 
 
 @gluon.jit
-def store_pairs(w_s, o_s, y_s, p_s, m_s, own_s, rate_s, beta, b_t, dbeta, step, left, first_block, scale):
-    """Store P and M in blocks, the diagonal of P in ``own_s`` [C], beta in ``rate_s`` [C], and dbeta if this is the first block of K."""
+def values_of_one_power(tile, powers, layout: gl.constexpr):
+    """Give a tile [C,V] whose columns lack ``powers`` [V] one power for all. Returns the tile before, float32, ``powers`` and the power."""
+    V: gl.constexpr = tile.shape[1]
+    lacking = gl.load(powers + gl.arange(0, V, gl.SliceLayout(0, layout)))
+    most = gl.max(lacking, 0)
+    x = tile.load(layout).to(gl.float32)
+    tile.store((x * (lacking * inverse(most))[None, :]).to(tile.dtype))
+    return x, lacking, most
+
+
+@gluon.jit
+def states_of_one_power(tile, powers, layout: gl.constexpr):
+    """Give a tile [V,W] whose rows lack ``powers`` [V] one power for all, which is returned."""
+    V: gl.constexpr = tile.shape[0]
+    most = gl.max(gl.load(powers + gl.arange(0, V, gl.SliceLayout(0, layout))), 0)
+    for n in gl.static_range(V // 32):  # the whole tile takes too many registers
+        part = tile.slice(32 * n, 32)
+        lacking = gl.load(powers + 32 * n + gl.arange(0, 32, gl.SliceLayout(1, layout)))
+        part.store((part.load(layout).to(gl.float32) * (lacking * inverse(most))[:, None]).to(tile.dtype))
+    return most
+
+
+@gluon.jit
+def store_pairs(w_s, o_s, y_s, p_s, m_s, own_s, rate_s, powers, beta, b_t, dbeta, step, left, first_block, scale):
+    """Store P and M in blocks, the diagonal of P in ``own_s`` [C], beta in ``rate_s`` [C], and dbeta if this is the first block of K.
+
+    float16: ``powers`` are those that W and Z lack. Returns what P and M lack.
+    """
     kind: gl.constexpr = w_s.dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     row: gl.constexpr = gl.SliceLayout(1, square)
@@ -59,19 +88,38 @@ def store_pairs(w_s, o_s, y_s, p_s, m_s, own_s, rate_s, beta, b_t, dbeta, step, 
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     columns = rate_s.load(gl.SliceLayout(0, square))[None, :]
     P, below, above = warpgroup_mma_wait(0, [P, below, above])
-    P = gl.where(i >= j, P * (columns * scale), 0.0)
-    own_s.store(gl.sum(gl.where(i == j, P, 0.0), 1))
-    store_in_blocks(P.to(kind), p_s)
-    if first_block:
-        of_beta = gl.sum(gl.where(i == j, below, 0.0), 1) / nonzero(rates)
-        gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
-    M = gl.where(i > j, below * -columns, gl.where(i < j, above * -rates[:, None], 0.0))
-    store_in_blocks(M.to(kind), m_s)
+    power = 1.0
+    if kind == gl.float16:
+        of_w, of_z = powers
+        P = gl.where(i >= j, P * (columns * scale) * of_w, 0.0)
+        own_s.store(gl.sum(gl.where(i == j, P, 0.0), 1))
+        M = gl.where(i >= j, below, above) * of_w * of_z
+        if first_block:
+            of_beta = gl.sum(gl.where(i == j, M, 0.0), 1)
+            gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
+        M = gl.where(i == j, 0.0, M * (columns * -rates[:, None]))
+        most_P, most_M = most_of_both(P, M)
+        down, power = powers_of_two(gl.maximum(most_P, most_M))
+        store_in_blocks((P * down).to(kind), p_s)
+        store_in_blocks((M * down).to(kind), m_s)
+    else:
+        P = gl.where(i >= j, P * (columns * scale), 0.0)
+        own_s.store(gl.sum(gl.where(i == j, P, 0.0), 1))
+        store_in_blocks(P.to(kind), p_s)
+        if first_block:
+            of_beta = gl.sum(gl.where(i == j, below, 0.0), 1) / nonzero(rates)
+            gl.store(dbeta + token.to(gl.int64) * step, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
+        M = gl.where(i > j, below * -columns, gl.where(i < j, above * -rates[:, None], 0.0))
+        store_in_blocks(M.to(kind), m_s)
+    return power
 
 
 @gluon.jit
-def store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s):
-    """U dS'^T, Y S^T and dO S^T, transposed and in groups, in ``d_s``, the memory of W, Y and dO. rowsum(S o dS') in ``across_s`` [W]."""
+def store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s, powers):
+    """U dS'^T, Y S^T and dO S^T, transposed and in groups, in ``d_s``, the memory of W, Y and dO. rowsum(S o dS') in ``across_s`` [W].
+
+    float16: ``powers`` are those that W, Z, S and dS' lack.
+    """
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([W, C], gl.float32, square)
     i = gl.arange(0, W, gl.SliceLayout(1, square))[:, None]
@@ -81,7 +129,14 @@ def store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s):
     D_y = warpgroup_mma(S_s.permute((1, 0)), y_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     D_o = warpgroup_mma(S_s.permute((1, 0)), o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     D, D_u, D_y, D_o = warpgroup_mma_wait(0, [D, D_u, D_y, D_o])
-    across_s.store(gl.sum(gl.where(i == j, D, 0.0), 1))
+    across = gl.sum(gl.where(i == j, D, 0.0), 1)
+    if w_s.dtype == gl.float16:
+        of_w, of_z, of_S, of_dS = powers
+        across = across * of_S * of_dS
+        D_u = D_u * of_w * of_dS
+        D_y = D_y * rate_s.load(gl.SliceLayout(0, square))[None, :] * of_z * of_S
+        D_o = D_o * of_S
+    across_s.store(across)
     D_u = D_u * rate_s.load(gl.SliceLayout(0, square))[None, :]
     meet()
     store_in_groups(D_u, d_s, 0)
@@ -138,13 +193,13 @@ def store_tiles_and_sums(tiles_q, tiles_k, sums_s, d_s, factors_s, q, k, decay, 
 
 
 @gluon.jit
-def far_terms(tiles_q, tiles_k, p_s, m_s, d_s, factors_s, q, k, through, remaining, scale, m):
+def far_terms(tiles_q, tiles_k, p_s, m_s, power, d_s, factors_s, q, k, through, remaining, scale, m):
     """The terms of levels 16 and 32 and of the states for group m: of dq and dk [W,ROWS], and their products with q and k.
 
     These are of dg for earlier tokens and for later ones. Also returns the sum [W] of those of level 32, which the group beside it needs.
     """
     before, after, middle = decays_around(factors_s, m)
-    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, m, m ^ 1, 1)
+    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, power, m, m ^ 1, 1)
     Q = q * through
     K = k * through
     X = k * remaining
@@ -153,7 +208,7 @@ def far_terms(tiles_q, tiles_k, p_s, m_s, d_s, factors_s, q, k, through, remaini
     of_q = d_s.index(2 * GROUPS + m).load(TILE) * (before * scale) + dQ
     of_k = dX * later - d_s.index(GROUPS + m).load(TILE) * before
     of_x = d_s.index(m).load(TILE) * after + dX * (1.0 - later)
-    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, m, (m & 2) ^ 2, 2)
+    dQ, dX = far_level(tiles_q, tiles_k, p_s, m_s, power, m, (m & 2) ^ 2, 2)
     beside = gl.sum((Q * dQ + gl.where(m > 1, K, X) * dX) * middle, 1)
     of_q += dQ * middle
     of_k += dX * (middle * second)
@@ -163,16 +218,21 @@ def far_terms(tiles_q, tiles_k, p_s, m_s, d_s, factors_s, q, k, through, remaini
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_gradients_sm90(
-    q_tiles, k_tiles, w_tiles, o_tiles, y_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
-    cu_seqlens, scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
+    q_tiles, k_tiles, w_tiles, o_tiles, y_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, kept_powers, d_powers, d_query, d_key,
+    d_values, d_decay, dbeta, cu_seqlens, scale, N, T, H, R, g_b, g_t, g_h, b_b, b_t, b_h,
+    K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = beta o W, P = scale dO U^T, M = -Y U^T.
 
     TMA tiles: q, k [C,W] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], dq, dk [C,W] of [B T,H K]; W [C,V] of [slots,H,C,V], S^T
     and dS'^T [V,W] of [slots,H,V,K]. Reads g [B,T,H,K] and beta [B,T,H] by strides. Writes dq, dk, dg [B,T,H,K] and dbeta [B,T,H].
     Program (slot of a chunk, head, block of W key channels).
+
+    float16: Z [C,V] of [slots,H,C,V] in place of Y. ``kept_powers`` and ``d_powers`` [slots,H,2,V] have what W and S^T, Z and dS'^T lack.
+    Writes dV [B,T,H,V], too.
     """
-    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
+    F16: gl.constexpr = q_tiles.dtype == gl.float16
     PARTS: gl.constexpr = K // W
     kind: gl.constexpr = q_tiles.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -212,7 +272,10 @@ def penstock_kda_gradients_sm90(
     mbarrier.expect(loaded.index(0), 3 * w_tiles.block_type.nbytes)
     async_load(w_tiles, [place * C, 0], loaded.index(0), w_s)
     async_load(o_tiles, [line_32, h * V], loaded.index(0), o_s)
-    async_load(y_tiles, [line_32, h * V], loaded.index(0), y_s)
+    if F16:
+        async_load(y_tiles, [place * C, 0], loaded.index(0), y_s)
+    else:
+        async_load(y_tiles, [line_32, h * V], loaded.index(0), y_s)
     mbarrier.expect(loaded.index(1), 2 * S_tiles.block_type.nbytes)
     async_load(S_tiles, [place * V, p * W], loaded.index(1), S_s)
     async_load(dS_tiles, [place * V, p * W], loaded.index(1), dS_s)
@@ -229,19 +292,38 @@ def penstock_kda_gradients_sm90(
     if left < C:
         zero_rows_from(o_s, left, clean)
         zero_rows_from(y_s, left, clean)
+    of_w, of_z, of_S, of_dS = 1.0, 1.0, 1.0, 1.0
+    if F16:
+        kept_powers += place.to(gl.int64) * (2 * V)
+        d_powers += place.to(gl.int64) * (2 * V)
+        _x, _lacking, of_w = values_of_one_power(w_s, kept_powers, clean)
+        z, lacking, of_z = values_of_one_power(y_s, d_powers, clean)
+        if p == 0:
+            token = gl.arange(0, C, gl.SliceLayout(1, clean))
+            rates = gl.load(beta + token.to(gl.int64) * b_t, mask=token < left, other=0.0).to(gl.float32)
+            dV = (z * rates[:, None] * lacking[None, :]).to(kind)
+            there = (
+                (line * H + h) * V + token[:, None].to(gl.int64) * (H.to(gl.int64) * V) + gl.arange(0, V, gl.SliceLayout(0, clean))[None, :]
+            )
+            gl.store(d_values + there, dV, mask=(token < left)[:, None])
     fence_async_shared()
     meet()
     whole_own = reinterpret(own_s, gl.float32, [C], flat)
-    store_pairs(w_s, o_s, y_s, p_s, m_s, whole_own, rate_s, beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
+    power = store_pairs(w_s, o_s, y_s, p_s, m_s, whole_own, rate_s, (of_w, of_z), beta, b_t, dbeta + line * H + h, H, left, p == 0, scale)
     mbarrier.wait(loaded.index(1), 0)
     across_s = gl.allocate_shared_memory(gl.float32, [W], flat)
-    store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s)
+    if F16:
+        of_S = states_of_one_power(S_s, kept_powers + V, clean)
+        of_dS = states_of_one_power(dS_s, d_powers + V, clean)
+        fence_async_shared()
+        meet()
+    store_state_products(d_s, w_s, y_s, o_s, S_s, dS_s, across_s, rate_s, (of_w, of_z, of_S, of_dS))
     meet()  # S_s and dS_s are free
 
     sums_s = reinterpret(far_q.index(GROUPS), gl.float32, [2 * GROUPS, W], flat)
     factors_s = reinterpret(far_q.index(GROUPS + 1), gl.float32, [2 * GROUPS, W], flat)
     last_s = reinterpret(far_q, kind, [2 * C, W], dS_tiles.layout).slice(3 * C // 2, C // 2)
-    masks_s = reinterpret(last_s, kind, [MASKS, ROWS, ROWS], plain2)
+    masks_s = reinterpret(last_s, gl.bfloat16, [MASKS, ROWS, ROWS], plain2)
     store_decays_around(factors_s, total)
     store_masks(masks_s)
     mbarrier.wait(loaded.index(2), 0)
@@ -271,13 +353,13 @@ def penstock_kda_gradients_sm90(
         coming = logarithms_of(g, g_t, left, then ^ (then >> 1))
         Q = group_of(q_s, m).to(gl.float32)
         X = group_of(k_s, m).to(gl.float32)
-        dq, dk, dg, through, remaining = near_levels(Q, X, exp2(logarithms), p_s, m_s, masks_s, m)
+        dq, dk, dg, through, remaining = near_levels(Q, X, exp2(logarithms), p_s, m_s, power, masks_s, m)
         constant = across + gl.where(n % 2 == 1, beside, 0.0)
-        more_q, more_k, z_r, z_c, beside = far_terms(far_q, far_k, p_s, m_s, d_s, factors_s, Q, X, through, remaining, scale, m)
+        more_q, more_k, z_r, z_c, beside = far_terms(far_q, far_k, p_s, m_s, power, d_s, factors_s, Q, X, through, remaining, scale, m)
         for j in gl.static_range(GROUPS):
             constant += gl.where(m < j, sums_s.index(j).load(row), 0.0) + gl.where(m > j, sums_s.index(GROUPS + j).load(row), 0.0)
-        dg = times(rounded(z_r), masks_s.index(SUFFIX).load(RIGHT), dg + constant[:, None])
-        dg = times(rounded(z_c), masks_s.index(PREFIX).load(RIGHT), dg)
+        dg = summed(z_r, masks_s.index(SUFFIX).load(RIGHT), dg + constant[:, None], kind)
+        dg = summed(z_c, masks_s.index(PREFIX).load(RIGHT), dg, kind)
         e = own_s.index(m).load(gl.SliceLayout(0, TILE))[None, :]
         store_group(dq + more_q + e * X, q_s, m)
         store_group(dk + more_k + e * Q, k_s, m)

@@ -64,6 +64,16 @@ def on_diagonal(D, mma: gl.constexpr):
 
 
 @gluon.jit
+def blocks_on_diagonal(x):
+    """The blocks [GROUPS,ROWS,ROWS] on the diagonal of an accumulator [C,C]."""
+    mma: gl.constexpr = x.type.layout
+    column = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :] // ROWS
+    row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None] // ROWS
+    x = gl.reshape(gl.where(row == column, x, 0.0), [GROUPS, ROWS, GROUPS, ROWS])
+    return gl.sum(gl.convert_layout(x, diagonal_layout(), assert_trivial=True), 2)
+
+
+@gluon.jit
 def merged(T, t_s, n_s, between, mma: gl.constexpr):
     """T + (T N) T, where the product T N is taken in the blocks ``between`` those of T: float16 [C,C]. ``t_s``, ``n_s``: T and N."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

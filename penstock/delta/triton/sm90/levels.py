@@ -20,6 +20,7 @@ from .columns import (
     none_of,
     products_of_pairs,
     rounded,
+    summed,
     times,
     widened,
 )
@@ -65,11 +66,12 @@ def split_by(x, masks_s, n: gl.constexpr):
 
 
 @gluon.jit
-def near_levels(q, k, decay, p_s, m_s, masks_s, m):
+def near_levels(q, k, decay, p_s, m_s, power, masks_s, m):
     """The levels within group m, whose tiles are q, k, float32, and ``decay`` [W,ROWS]: terms of dq, dk, dg.
 
-    Also returns the products of decays up to each token of the group, and after it.
+    Also returns the products of decays up to each token of the group, and after it. ``power``: what P and M lack in float16.
     """
+    kind: gl.constexpr = p_s.dtype
     P = block(p_s, m, m, False)
     transposed = block(p_s, m, m, True)
     M = block(m_s, m, m, True)
@@ -84,11 +86,14 @@ def near_levels(q, k, decay, p_s, m_s, masks_s, m):
         factor = gl.where(second, through, remaining)
         Q = q * through
         X = k * factor
-        left_q = rounded(Q)
-        left_k = rounded(X)
+        left_q = rounded(Q, kind)
+        left_k = rounded(X, kind)
         dQ = times(left_k, split_by(transposed, masks_s, n), none_of(decay))
         dX = times(left_k, split_by(M, masks_s, n), none_of(decay))
         dX = times(left_q, split_by(P, masks_s, n), dX)
+        if kind == gl.float16:
+            dQ *= power
+            dX *= power
         dq += dQ * through
         dk += dX * factor
         z = X * dX + Q * dQ
@@ -96,13 +101,13 @@ def near_levels(q, k, decay, p_s, m_s, masks_s, m):
             dg += gl.where(second, z, 0.0)
             through, remaining, total = products_of_pairs(decay)
         else:
-            dg = times(rounded(z), masks_s.index(2 + n).load(RIGHT), dg)
+            dg = summed(z, masks_s.index(2 + n).load(RIGHT), dg, kind)
             through, remaining, total = widened(through, remaining, total, n)
     return dq, dk, dg, through, remaining
 
 
 @gluon.jit
-def far_level(tiles_q, tiles_k, p_s, m_s, m, first, COUNT: gl.constexpr):
+def far_level(tiles_q, tiles_k, p_s, m_s, power, m, first, COUNT: gl.constexpr):
     """A level of whole groups, for group m: ``first`` and COUNT - 1 groups after it are the other half.
 
     ``tiles_k`` [2 GROUPS,ROWS,W], ``tiles_q`` [GROUPS,ROWS,W] of second halves: tiles of levels 32 (COUNT = 2) and 16 (COUNT = 1). Returns
@@ -120,4 +125,7 @@ def far_level(tiles_q, tiles_k, p_s, m_s, m, first, COUNT: gl.constexpr):
         dQ = times(X, block(p_s, m, first + c, True), dQ)
         dX = times(X, block(m_s, m, first + c, True), dX)
         dX = times(other, block(p_s, first + c, m, False), dX)
+    if p_s.dtype == gl.float16:
+        dQ *= power
+        dX *= power
     return dQ, dX

@@ -9,6 +9,10 @@ With w the decay of a token, and the scale folded into q, a chunk of 64 tokens h
 A_q and A_k are sums over dyadic levels: see ``recurrence/triton/sm90/channel_forward.py``. All factors are at most 1.
 B^T is the product of T in two parts of bfloat16 and of k o w_{s+1} ... w_64 in bfloat16: in float16 strong decays at the end of a chunk
 would be 0.
+
+float16: T is refined to 16 bits, for keys that are alike and beta up to 2. All operands of A and B^T are in two parts of bfloat16. So is A
+in memory, because it multiplies values, which have no bound, and no token may change the power of two of an earlier one. All other tiles
+are float16, each row times a power of two: that of q and k at token t is the inverse of the largest w_1 ... w_t, which is rounded up.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, store_in_two, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, exp2, in_two, meet, plus, reinterpret, store_in_two, zero_rows_from
 from ....gpu.ring import barriers
-from ....gpu.tiles import LOG2E, chunk_of_slot
+from ....gpu.tiles import LOG2E, chunk_of_slot, powers_of_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import added, exchanged
@@ -33,6 +37,30 @@ def store_group_sums(g, part, W: gl.constexpr):
     across: gl.constexpr = gl.BlockedLayout([1, W // 32], [1, 32], [4, 1], [1, 0])
     x = gl.sum(gl.reshape(g.load(layout).to(gl.float32), [GROUPS, ROWS, W]), 1) * LOG2E
     part.store(gl.convert_layout(x, across, assert_trivial=True))
+
+
+@gluon.jit
+def sums_up_to_tokens(g, part, W: gl.constexpr):
+    """The log2 decays [GROUPS,ROWS,W] from the first token of a chunk to each token, from those of a tile [C,W] and the sums of groups."""
+    flat: gl.constexpr = gl.BlockedLayout([16, W // 32], [1, 32], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 16, W // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    across: gl.constexpr = gl.SliceLayout(1, layout)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    x = gl.convert_layout(gl.reshape(g.load(flat).to(gl.float32), [GROUPS, ROWS, W]), layout, assert_trivial=True)
+    before = gl.zeros([GROUPS, W], gl.float32, across)
+    for n in gl.static_range(GROUPS - 1):
+        before += gl.where(group > n, part.slice(n, 1).load(across), 0.0)
+    return gl.associative_scan(x, 1, plus) * LOG2E + gl.expand_dims(before, 1)
+
+
+@gluon.jit
+def store_powers(sums, powers_s, powers):
+    """From log2 decays ``sums``: for each token the inverse of their largest, as a power of two, and that largest in memory: [C]."""
+    most = gl.minimum(gl.maximum(gl.max(sums, 2), -120.0), 120.0).to(gl.int32)
+    layout: gl.constexpr = most.type.layout
+    token = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
+    powers_s.store((127 - most << 23).to(gl.float32, bitcast=True))
+    gl.store(powers + token, (127 + most << 23).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
@@ -120,11 +148,12 @@ def no_pairs():
 
 
 @gluon.jit
-def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: gl.constexpr):
+def near_pairs_and_tiles(q, k, g, rest, rest_low, powers_s, near_s, far_s, factors_s, D_q, D_k, W: gl.constexpr):
     """Add the products of W channels within groups to the blocks on the diagonal of A_q and A_k, without scale and beta.
 
     q, k [C,W] in shared memory are replaced by q, k o w_1 ... w_t; ``rest`` gets k o w_{s+1} ... w_64; ``near_s`` and ``far_s`` get the
-    columns of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32.
+    columns of levels 16 and 32. Returns also q, k o the decays of a group up to each token, float32. float16: rows of q and k are
+    multiplied by ``powers_s`` [GROUPS,ROWS], and ``rest_low`` gets the second part of ``rest``.
 
     At each level a token has two factors: ``decay`` is that of its half, from the middle or to the middle; ``other`` is the other one.
     """
@@ -162,9 +191,16 @@ def near_pairs_and_tiles(q, k, g, rest, near_s, far_s, factors_s, D_q, D_k, W: g
     Kt *= decay
     near_s.store(gl.reshape(remaining.to(kind), [2, 2 * ROWS, W]))
     far_s.store((remaining * spread(factors_s[4], W, layout, grouped)).to(kind))
-    rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(kind))
-    q.store((Q * spread(factors_s[0], W, layout, grouped)).to(kind))
-    k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
+    if kind == gl.float16:
+        store_in_two(remaining * spread(factors_s[2], W, layout, grouped), rest, rest_low)
+        power = reinterpret(powers_s, gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(gl.SliceLayout(1, layout))[:, None]
+        before = spread(factors_s[1], W, layout, grouped)
+        q.store((Q * before * power).to(kind))
+        k.store((Kt * before * power).to(kind))
+    else:
+        rest.store((remaining * spread(factors_s[2], W, layout, grouped)).to(kind))
+        q.store((Q * spread(factors_s[0], W, layout, grouped)).to(kind))
+        k.store((Kt * spread(factors_s[1], W, layout, grouped)).to(kind))
     return D_q, D_k, Q, Kt
 
 
@@ -181,9 +217,68 @@ def far_pairs(Q, Kt, near_s, far_s, rows_s, near_q, near_k, far_q, far_k, kind: 
     return near_q, near_k, far_q, far_k
 
 
+@gluon.jit
+def store_refined(N, t_s, n_s, high_s, low_s, mma: gl.constexpr):
+    """Replace T in float16 by T + T (I - (I - N) T) in two parts of bfloat16: 16 bits. N [C,C]: float32, in two parts of float16.
+
+    ``n_s``: memory of a float16 matrix, ``high_s``: that of T.
+    """
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
+    high = N.to(gl.float16)
+    low = (N - high.to(gl.float32)).to(gl.float16)
+    R = warpgroup_mma(gl.convert_layout(high, left, assert_trivial=True), t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+    R = warpgroup_mma(gl.convert_layout(low, left, assert_trivial=True), t_s, R)
+    T = t_s.load(mma)
+    n_s.store(gl.where(i > j, R - T.to(gl.float32), 0.0).to(gl.float16))
+    fence_async_shared()
+    meet()
+    R = warpgroup_mma(gl.convert_layout(T, left, assert_trivial=True), n_s, T.to(gl.float32))
+    store_in_two(R, high_s, low_s)
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def product_in_two(x, high_s, low_s, mma: gl.constexpr):
+    """The product of x [C,C] and a matrix, both in two parts of bfloat16."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    high, low = in_two(x, gl.bfloat16)
+    high = gl.convert_layout(high, left, assert_trivial=True)
+    y = warpgroup_mma(high, high_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+    y = warpgroup_mma(gl.convert_layout(low, left, assert_trivial=True), high_s, y)
+    return warpgroup_mma(high, low_s, y)
+
+
+@gluon.jit
+def store_solved_keys(high_s, low_s, rest_s, rest_low_s, bt_tiles, powers):
+    """Replace k o w_{s+1} ... w_64, two parts [PARTS,C,W], by B^T in float16. Its rows are multiplied by powers of two.
+
+    The inverses of the powers are stored at ``powers`` [C]. ``high_s`` and ``low_s``: the parts of T.
+    """
+    PARTS: gl.constexpr = rest_s.shape[0]
+    W: gl.constexpr = rest_s.shape[2]
+    parted: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    most = gl.zeros([C], gl.float32, gl.SliceLayout(1, parted))
+    B = ()
+    for p in gl.static_range(PARTS):
+        x = warpgroup_mma(high_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
+        x = warpgroup_mma(high_s.permute((1, 0)), rest_low_s.index(p), x)
+        x = warpgroup_mma(low_s.permute((1, 0)), rest_s.index(p), x)
+        most = gl.maximum(most, gl.max(gl.abs(x), 1))
+        B = B + (x,)
+    down, up = powers_of_two(most, 20)
+    gl.store(powers + gl.arange(0, C, gl.SliceLayout(1, parted)), up)
+    meet()
+    for p in gl.static_range(PARTS):
+        reinterpret(rest_s.index(p), gl.float16, [C, W], bt_tiles.layout).store((B[p] * down[:, None]).to(gl.float16))
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_sm90(
-    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, powers, cu_seqlens, scale, N, T, H, R,
+    b_b, b_t, b_h,
     K: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr, REMOVALS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o w_{s+1} ... w_64), q and k o w_1 ... w_t, total = w_1 ... w_64.
@@ -191,8 +286,11 @@ def penstock_kda_prepare_sm90(
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides. Writes q, k, B^T [slots,H,C,K] and A
     [slots,H,C,C] in the dtype of q, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float16. Program (slot of a
     chunk, head): all of it. PIECE: only chunks of C tokens are processed.
+
+    float16: A is two matrices in bfloat16 [slots,H,2 C,C]. ``powers`` [slots,H,2,C] gets what rows of q and k, and of B^T, lack.
     """
-    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
+    F16: gl.constexpr = q_tiles.dtype == gl.float16
     PARTS: gl.constexpr = K // W
     kind: gl.constexpr = q_tiles.dtype
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -215,10 +313,16 @@ def penstock_kda_prepare_sm90(
     q_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
     k_s = gl.allocate_shared_memory(kind, [PARTS, C, W], k_tiles.layout)
     g_s = gl.allocate_shared_memory(g_tiles.dtype, [PARTS, C, W], g_tiles.layout)
-    rest_s = gl.allocate_shared_memory(kind, [PARTS, C, W], q_tiles.layout)
+    rest_s = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, W], q_tiles.layout)
     near_s = gl.allocate_shared_memory(kind, [2, 2 * ROWS, W], gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
     far_s = gl.allocate_shared_memory(kind, [C, W], q_tiles.layout)
-    part_s = gl.allocate_shared_memory(gl.float32, [GROUPS, W], plain2)
+    if F16:
+        rest_low_s = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, W], q_tiles.layout)
+        powers_s = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], plain2)
+    else:
+        rest_low_s = rest_s
+        powers_s = rest_s
+    part_s = gl.allocate_shared_memory(gl.float32, [PARTS if F16 else 1, GROUPS, W], plain2)
     factors_s = memory_of_factors(W)
     loaded = barriers(PARTS, 1)
     fence_async_shared()
@@ -239,16 +343,29 @@ def penstock_kda_prepare_sm90(
             zero_rows_from(q_s.index(p), left, clean)
             zero_rows_from(k_s.index(p), left, clean)
             zero_rows_from(g_s.index(p), left, clean)
+    if F16:
+        powers += place * (2 * C)
+        for p in gl.static_range(PARTS):
+            store_group_sums(g_s.index(p), part_s.index(p), W)
+        meet()
+        sums = sums_up_to_tokens(g_s.index(0), part_s.index(0), W)
+        for p in gl.static_range(1, PARTS):
+            sums = gl.maximum(sums, sums_up_to_tokens(g_s.index(p), part_s.index(p), W))
+        store_powers(sums, powers_s, powers)
     D_q, near_q, far_q = no_pairs()
     D_k, near_k, far_k = no_pairs()
     for p in range(PARTS):
-        store_group_sums(g_s.index(p), part_s, W)
-        meet()
-        store_factors(part_s, factors_s, totals + place * K + p * W, scale, W)
+        if F16:
+            store_factors(part_s.index(p), factors_s, totals + place * K + p * W, 1.0, W)
+        else:
+            store_group_sums(g_s.index(p), part_s.index(0), W)
+            meet()
+            store_factors(part_s.index(0), factors_s, totals + place * K + p * W, scale, W)
         meet()
         D_q, D_k, Q, Kt = near_pairs_and_tiles(
-            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), near_s, far_s, factors_s, D_q, D_k, W
-        )
+            q_s.index(p), k_s.index(p), g_s.index(p), rest_s.index(p), rest_low_s.index(p) if F16 else rest_s.index(p), powers_s,
+            near_s, far_s, factors_s, D_q, D_k, W,
+        )  # fmt: skip
         meet()
         near_q, near_k, far_q, far_k = far_pairs(Q, Kt, near_s, far_s, factors_s[3], near_q, near_k, far_q, far_k, kind, W)
     of_q = (D_q, near_q, far_q)
@@ -264,7 +381,7 @@ def penstock_kda_prepare_sm90(
     d_s = gl.allocate_shared_memory(gl.float16, [ROWS, GROUPS * ROWS], plain2)
     t_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
     N_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-    low_s = gl.allocate_shared_memory(kind, [C, C], half)
+    low_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
     pairs = assembled(of_k, narrow, mma)
     A = pairs * -rates[:, None]
     own = gl.convert_layout(gl.reshape(rates, [GROUPS, ROWS]), gl.SliceLayout(2, inner))
@@ -272,37 +389,58 @@ def penstock_kda_prepare_sm90(
     store_blocks(of_k[0] * -gl.expand_dims(own, 2), n_s)
     meet()
     merge_twice(on_diagonal(inverted_blocks(n_s, d_s), mma), t_s, N_s, mma)
-    A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
-    A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-    A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
-    a_s = reinterpret(N_s, kind, [C, C], half)
-    a_s.store(A.to(kind))
+    a_s = reinterpret(N_s, gl.bfloat16, [C, C], half)
+    if F16:
+        a_low_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+        high_s = reinterpret(t_s, gl.bfloat16, [C, C], half)
+        store_refined(A, t_s, N_s, high_s, low_s, mma)
+        store_in_two(product_in_two(assembled(of_q, narrow, mma) * scale, high_s, low_s, mma), a_s, a_low_s)
+    else:
+        A = (assembled(of_q, narrow, mma) * scale).to(gl.float16)
+        A = gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+        A = warpgroup_mma(A, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        a_s.store(A.to(kind))
     if REMOVALS:
-        removals = gl.convert_layout(pairs.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-        removals = warpgroup_mma(removals, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        if F16:
+            removals = product_in_two(pairs, high_s, low_s, mma)
+        else:
+            removals = gl.convert_layout(pairs.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+            removals = warpgroup_mma(removals, t_s, gl.zeros([C, C], gl.float32, mma), use_acc=False)
         removals_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
         removals_s.store(removals.to(gl.float16))
     fence_async_shared()
     meet()
-    async_store(a_tiles, [to, 0], a_s)
+    if F16:
+        async_store(a_tiles, [2 * to, 0], a_s)
+        async_store(a_tiles, [2 * to + C, 0], a_low_s)
+    else:
+        async_store(a_tiles, [to, 0], a_s)
     if REMOVALS:
         async_store(r_tiles, [to, 0], removals_s)
-    high_s = reinterpret(t_s, kind, [C, C], half)
-    T = t_s.load(mma).to(gl.float32)
-    meet()  # T is read
-    store_in_two(T, high_s, low_s)
-    fence_async_shared()
-    meet()
-    for p in gl.static_range(PARTS):
-        B = warpgroup_mma(high_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
-        B = warpgroup_mma(low_s.permute((1, 0)), rest_s.index(p), B)
+    if F16:
+        store_solved_keys(high_s, low_s, rest_s, rest_low_s, bt_tiles, powers + C)
+    else:
+        high_s = reinterpret(t_s, gl.bfloat16, [C, C], half)
+        T = t_s.load(mma).to(gl.float32)
+        meet()  # T is read
+        store_in_two(T, high_s, low_s)
+        fence_async_shared()
         meet()
-        rest_s.index(p).store(B.to(kind))
+        for p in gl.static_range(PARTS):
+            B = warpgroup_mma(high_s.permute((1, 0)), rest_s.index(p), gl.zeros([C, W], gl.float32, parted), use_acc=False)
+            B = warpgroup_mma(low_s.permute((1, 0)), rest_s.index(p), B)
+            meet()
+            rest_s.index(p).store(B.to(kind))
     fence_async_shared()
     meet()
     for p in gl.static_range(PARTS):
-        async_store(bt_tiles, [to, p * W], rest_s.index(p))
+        if F16:
+            async_store(bt_tiles, [to, p * W], reinterpret(rest_s.index(p), kind, [C, W], bt_tiles.layout))
+        else:
+            async_store(bt_tiles, [to, p * W], rest_s.index(p))
     tma.store_wait(0)
     # q and k are read by their stores until here: without this, later allocations get their memory
     q_s._keep_alive()
     k_s._keep_alive()
+    if F16:
+        a_low_s._keep_alive()

@@ -15,6 +15,10 @@ bounded and has no factor beta: where beta is tiny, no row underflows in float16
 
 A program computes a chunk for all heads of v that share a head of q and k. Their dq and dk are summed in float32 and rounded once. Loads of
 the next head are in flight all the time: E, Y and dO have two copies, the states are free before the last products of a head.
+
+float16: tiles of E, Z = Y / beta and both states have a power of two for each value channel. Products sum over value channels. So each tile
+is multiplied to have one power of two, and beta is a factor of rows and columns of products, never of an operand. P, M and F have one as
+operands, too. Sums over heads stay in float32.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_store, in_two, meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_store, in_two, inverse, meet, most, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
-from ....gpu.tiles import chunk_of_slot
+from ....gpu.tiles import chunk_of_slot, powers_of_two
 from .layouts import C
 from .programs import nonzero
 
 GROUPS = gl.constexpr(2)  # groups of four warps: each has half of the columns of every product
+GROWTH = gl.constexpr(2.0**8)  # W may be as many times as large as E: a chunk writes at most 128 times the largest E of its tokens
 
 
 @gluon.jit
@@ -58,6 +63,67 @@ def store_values(e_s, y_s, r_s, rate_s, dbeta, H, left):
     fence_async_shared()
     meet()
     e_s.store(U)
+
+
+@gluon.jit
+def power_of_tile(powers, V: gl.constexpr):
+    """The largest of the powers of two [V] that value channels lack. All warps find it."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
+    return gl.max(gl.load(powers + gl.arange(0, V, layout)), 0)
+
+
+@gluon.jit
+def with_one_power(S_s, powers, zero):
+    """Multiply a state, whose value channels lack ``powers``, to lack one power of two, which is returned. ``zero``: see ``unknown``."""
+    ROWS: gl.constexpr = S_s.shape[0] // 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    channel = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) + unknown(zero)
+    power = power_of_tile(powers, S_s.shape[0])
+    down = inverse(power)
+    for n in gl.static_range(4):
+        part = S_s.slice(n * ROWS, ROWS)
+        factor = gl.load(powers + n * ROWS + channel) * down
+        part.store((part.load(layout).to(gl.float32) * factor[:, None]).to(S_s.dtype))
+    return power
+
+
+@gluon.jit
+def store_value_gradients(z_s, powers, rate_s, d_values, step, left, zero):
+    """dV = beta o Z, of ``left`` tokens whose rows are ``step`` apart, and Z with one power of two, which is returned."""
+    V: gl.constexpr = z_s.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + unknown(zero)
+    j = gl.arange(0, V, gl.SliceLayout(0, layout)) + unknown(zero)
+    power = power_of_tile(powers, V)
+    of_channels = gl.load(powers + j)[None, :]
+    Z = z_s.load(layout).to(gl.float32)
+    x = Z * of_channels * rate_s.load(gl.SliceLayout(1, layout))[:, None]
+    gl.store(d_values + i.to(gl.int64)[:, None] * step + j[None, :], x.to(z_s.dtype), mask=(i < left)[:, None])
+    z_s.store((Z * (of_channels * inverse(power))).to(z_s.dtype))
+    return power
+
+
+@gluon.jit
+def store_halves(e_s, z_s, r_s, rate_s, powers, of_Z, dbeta, H, left, zero):
+    """W replaces E, whose value channels lack ``powers``. Returns the one power of two that W lacks. Store dbeta.
+
+    ``of_Z``: what Z lacks. The memory of A_k T is free after it.
+    """
+    V: gl.constexpr = e_s.shape[1]
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, V // GROUPS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    token = gl.arange(0, C, gl.SliceLayout(1, wide))
+    removals = (r_s.load(operand).to(gl.float32) * -rate_s.load(gl.SliceLayout(0, operand))[None, :]).to(gl.float16)
+    power = power_of_tile(powers, V) * GROWTH
+    factors = gl.load(powers + gl.arange(0, V, gl.SliceLayout(0, wide)) + unknown(zero)) * inverse(power)
+    W = warpgroup_mma(removals, e_s, e_s.load(wide).to(gl.float32)) * factors[None, :]
+    of_beta = gl.sum(z_s.load(wide).to(gl.float32) * W, 1) * (power * of_Z)
+    gl.store(dbeta + token.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=token < left)
+    W = W.to(gl.float16)
+    fence_async_shared()
+    meet()
+    e_s.store(W)
+    return power
 
 
 @gluon.jit
@@ -97,10 +163,19 @@ def store_gradient(tiles, x, memory, pointer, row, column, token, step, left):
         gl.store(pointer + (token + i) * step + column + j, memory.load(layout), mask=i < left)
 
 
+@gluon.jit
+def places_of(head, row, column, F16: gl.constexpr):
+    """Where tiles of E, Y and dO are, or of E, Z and dO. ``head``: of the slot; ``row``, ``column``: of the tokens."""
+    if F16:
+        return ([head * C, 0], [head * C, 0], [row, column])
+    else:
+        return ([head * C, 0], [row, column], [row, column])
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_gradients_sm90(
     q_tiles, k_tiles, e_tiles, y_tiles, o_tiles, r_tiles, S_tiles, dS_tiles, dq_tiles, dk_tiles, g, beta, d_query, d_key, d_decay, dbeta,
-    cu_seqlens, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
+    cu_seqlens, d_values, e_powers, z_powers, S_powers, dS_powers, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: gl.constexpr, V: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T o D, M = -Y U^T o D.
@@ -108,8 +183,12 @@ def penstock_gdn_gradients_sm90(
     TMA tiles: q, k, dq, dk [C,K] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], E [C,V] and A_k T [C,C] of [slots,H,C,...], S^T and
     dS'^T [V,K] of [slots,H,V,K]. Reads g and beta [B,T,H] by strides. Writes dq, dk [B,T,H / R,K], dg and dbeta [B,T,H]. Program (slot of a
     chunk, head of q and k): the R heads of v that share it one after another. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
+
+    float16: in place of Y Z [C,V] of [slots,H,C,V] is read, dV [B,T,H,V] is written, and value channels of E, Z and the states lack powers
+    of two [slots,H,V].
     """
-    gl.static_assert(q_tiles.dtype == gl.bfloat16)
+    F16: gl.constexpr = q_tiles.dtype == gl.float16
+    gl.static_assert(F16 or q_tiles.dtype == gl.bfloat16)
     gl.static_assert(gl.num_warps() == 4 * GROUPS)
     kind: gl.constexpr = q_tiles.dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
@@ -162,9 +241,9 @@ def penstock_gdn_gradients_sm90(
     meet()
     load_tiles((q_tiles, k_tiles), (q_ring, k_ring), qk_bars, ([row, group * q_h], [row, group * k_h]), zero, left > 0)
     load_tiles((r_tiles,), (r_ring,), r_bars, ([head * C, 0],), zero, left > 0)
-    load_tiles(tiles, rings, bars, ([head * C, 0], [row, first * V], [row, first * V]), zero, left > 0)
+    load_tiles(tiles, rings, bars, places_of(head, row, first * V, F16), zero, left > 0)
     load_tiles(state_tiles, state_rings, state_bars, ([head * V, 0], [head * V, 0]), zero, left > 0)
-    load_tiles(tiles, rings, bars, ([head * C + C, 0], [row, (first + 1) * V], [row, (first + 1) * V]), zero + 1, R > 1)
+    load_tiles(tiles, rings, bars, places_of(head + 1, row, (first + 1) * V, F16), zero + 1, R > 1)
     i = gl.arange(0, C, gl.SliceLayout(1, square))
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     at = gl.arange(0, C, line)
@@ -172,6 +251,9 @@ def penstock_gdn_gradients_sm90(
     beta += b * b_b + begin * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
     d_decay += token * H + first
     dbeta += token * H + first
+    if F16:
+        d_values += (token * H + first) * V
+        at_powers = head.to(gl.int64) * V
     square_zero = gl.zeros([C, C], gl.float32, square)
     wide_zero = gl.zeros([C, K], gl.float32, wide)
     d_q = wide_zero
@@ -208,9 +290,17 @@ def penstock_gdn_gradients_sm90(
         if left < C:
             zero_rows_from(y_s, left, clean)
             zero_rows_from(o_s, left, clean)
+        if F16:
+            meet()  # beta is stored
+            powers_at = at_powers + unknown(r * V)
+            values_at = d_values + unknown(r * V)
+            of_Z = store_value_gradients(y_s, z_powers + powers_at, rate_s, values_at, H.to(gl.int64) * V, left, zero)
         fence_async_shared()
         meet()
-        store_values(x_s, y_s, r_s, rate_s, dbeta + r, H, left)
+        if F16:
+            of_W = store_halves(x_s, y_s, r_s, rate_s, e_powers + powers_at, of_Z, dbeta + r, H, left, zero)
+        else:
+            store_values(x_s, y_s, r_s, rate_s, dbeta + r, H, left)
         expect((r_tiles,), r_bars, zero, r + 1 < R)
         fence_async_shared()
         meet()  # U is stored, A_k T is free
@@ -226,22 +316,44 @@ def penstock_gdn_gradients_sm90(
             M = M * D
         else:
             P, M = warpgroup_mma_wait(0, [P, M])
-        P = gl.where(i[:, None] >= j, P * scale, 0.0)
-        M = gl.where(i[:, None] > j, -M, 0.0)
-        p_s.store(P.to(kind))
-        m_s.store(M.to(kind))
-        if DECAYS:
-            f_ring.index(zero).store((P * of_q + M * of_k).to(kind))
+        if F16:
+            by_column = rate_s.load(gl.SliceLayout(0, square))[None, :] * of_W
+            P = gl.where(i[:, None] >= j, P * by_column * scale, 0.0)
+            M = gl.where(i[:, None] > j, M * by_column * (rate_s.load(gl.SliceLayout(1, square)) * -of_Z)[:, None], 0.0)
+            if DECAYS:
+                F = P * of_q + M * of_k
+                down, of_F = powers_of_two(most(F))
+                f_ring.index(zero).store((F * down).to(kind))
+            down, of_pairs = powers_of_two(most(gl.maximum(gl.abs(P), gl.abs(M))))
+            p_s.store((P * down).to(kind))
+            m_s.store((M * down).to(kind))
+        else:
+            P = gl.where(i[:, None] >= j, P * scale, 0.0)
+            M = gl.where(i[:, None] > j, -M, 0.0)
+            p_s.store(P.to(kind))
+            m_s.store(M.to(kind))
+            if DECAYS:
+                f_ring.index(zero).store((P * of_q + M * of_k).to(kind))
         for n in gl.static_range(2):
             mbarrier.wait(state_bars[n].index(0), phase)
+        if F16:
+            of_S = with_one_power(S_s, S_powers + powers_at, zero)
+            of_dS = with_one_power(dS_s, dS_powers + powers_at, zero)
+            if DECAYS:
+                of_state = sum_of_product(S_s, dS_s) * total * (of_S * of_dS)
         fence_async_shared()
         meet()
         dQ = warpgroup_mma(o_s, S_s, wide_zero, use_acc=False, is_async=True)
         dA = warpgroup_mma(y_s, S_s, wide_zero, use_acc=False, is_async=True)
         if DECAYS:
             read = vectors[2].index(phase).load(by_row)[:, None]
-            of_state = sum_of_product(S_s, dS_s) * total
-            dQ = warpgroup_mma_wait(1, [dQ]) * (read * scale)
+            if not F16:
+                of_state = sum_of_product(S_s, dS_s) * total
+            if F16:
+                dQ = warpgroup_mma_wait(1, [dQ]) * (read * (scale * of_S))
+                read = read * rate_s.load(by_row)[:, None] * (of_Z * of_S)
+            else:
+                dQ = warpgroup_mma_wait(1, [dQ]) * (read * scale)
             of_rows = q_s.load(wide).to(gl.float32) * dQ
             d_q += dQ
             dA = warpgroup_mma_wait(0, [dA]) * read
@@ -249,15 +361,24 @@ def penstock_gdn_gradients_sm90(
             of_rows = gl.sum(of_rows - k_s.load(wide).to(gl.float32) * dA, 1)
             d_k -= dA
             dB = warpgroup_mma_wait(0, [dB]) * vectors[3].index(phase).load(by_row)[:, None]
+            if F16:
+                dB = dB * rate_s.load(by_row)[:, None] * (of_W * of_dS)
             of_columns = gl.sum(k_s.load(wide).to(gl.float32) * dB, 1)
             d_k += dB
         else:
             dQ = warpgroup_mma_wait(1, [dQ])
-            d_q += dQ * scale
-            dA = warpgroup_mma_wait(0, [dA])
+            if F16:
+                d_q += dQ * (scale * of_S)
+                dA = warpgroup_mma_wait(0, [dA]) * rate_s.load(by_row)[:, None] * (of_Z * of_S)
+            else:
+                d_q += dQ * scale
+                dA = warpgroup_mma_wait(0, [dA])
             dB = warpgroup_mma(x_s, dS_s, wide_zero, use_acc=False, is_async=True)
             d_k -= dA
-            d_k += warpgroup_mma_wait(0, [dB])
+            if F16:
+                d_k += warpgroup_mma_wait(0, [dB]) * rate_s.load(by_row)[:, None] * (of_W * of_dS)
+            else:
+                d_k += warpgroup_mma_wait(0, [dB])
         expect(state_tiles, state_bars, zero, r + 1 < R)
         expect(tiles, bars, copy, r + 2 < R)
         fence_async_shared()
@@ -265,7 +386,10 @@ def penstock_gdn_gradients_sm90(
         place = head + r + 1
         load_tiles(state_tiles, state_rings, state_bars, ([place * V, 0], [place * V, 0]), zero, r + 1 < R)
         column = (first + r + 2) * V
-        load_tiles(tiles, rings, bars, ([(place + 1) * C, 0], [row, column], [row, column]), copy, r + 2 < R)
+        load_tiles(tiles, rings, bars, places_of(place + 1, row, column, F16), copy, r + 2 < R)
+        if F16:
+            d_q = d_q * down
+            d_k = d_k * down
         d_q = warpgroup_mma(p_s, k_s, d_q, is_async=True)
         d_k = warpgroup_mma(p_s.permute((1, 0)), q_s, d_k, is_async=True)
         d_k = warpgroup_mma(m_s, k_s, d_k, is_async=True)
@@ -273,6 +397,8 @@ def penstock_gdn_gradients_sm90(
         if DECAYS:
             F = warpgroup_mma(from_token_on(unknown(zero), square, kind), f_ring.index(zero), square_zero, use_acc=False, is_async=True)
             d_q, d_k, F = warpgroup_mma_wait(0, [d_q, d_k, F])
+            if F16:
+                F = F * of_F
             pairs = gl.sum(gl.where(j < i[:, None], F, 0.0), 1)
             queries = gl.convert_layout(of_rows, line)
             keys = gl.convert_layout(of_columns, line)
@@ -280,6 +406,9 @@ def penstock_gdn_gradients_sm90(
             gl.store(d_decay + r + at.to(gl.int64) * H, gradient.to(d_decay.dtype.element_ty), mask=at < left)
         else:
             d_q, d_k = warpgroup_mma_wait(0, [d_q, d_k])
+        if F16:
+            d_q = d_q * of_pairs
+            d_k = d_k * of_pairs
     meet()  # no product reads q and k
     q_s = q_ring.index(0)
     k_s = k_ring.index(0)

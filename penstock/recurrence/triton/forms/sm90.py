@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ....gpu.hopper import tiled, tiled_or_shared
+from ....gpu.hopper import no_matrix, tiled
 from ....gpu.plan import far
 from ...declaration import Tokens
 from ..calls import CHANNEL, Backward, Call
@@ -17,8 +16,6 @@ C, BV = 64, 64
 """Tokens in a chunk, and value channels in a block."""
 BLOCKS = {256: 2}
 """By K: blocks of key channels, if more than one. Of float32, a block has 64 channels."""
-ROWS = 1 << 31
-"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
 
 def blocks(p: Tokens) -> int:
@@ -51,23 +48,17 @@ def multiple(name: str, x: int, of: int) -> str | None:
 
 def not_copied(call: Call, shared: bool = False) -> str | None:
     """Why the tensor memory accelerator cannot copy the tensors of a call, or None. ``shared``: heads may share q and k."""
-    p, allowed = call.p, tiled_or_shared if shared else tiled
+    p = call.p
     if p.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it takes bfloat16, float16 and float32, this is {p.q.dtype}"
     if getattr(p, "reverse", False):
         return "it computes forwards in time"
-    if not 0 < p.sizes["B"] * p.sizes["T"] < ROWS:
-        return f"it takes up to 2**31 tokens, this call has {p.sizes['B'] * p.sizes['T']}"
-    given: list[tuple[str, Tensor]] = [("v", p.v)]
-    if isinstance(call, Backward) and call.d_output is not None:
-        given.append(("the output's gradient", call.d_output))
-    for name, x in given:
-        if not tiled(x):
-            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
-    for name, x in (("q", p.q), ("k", p.k)):
-        if not allowed(x):
-            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
-    return None
+    if (why := call.other_rows(C, max(C, call.K))) is not None:  # of weights, and of states before chunks
+        return why
+    d_output = call.d_output if isinstance(call, Backward) else None
+    if (why := no_matrix("v", p.v) or no_matrix("the output's gradient", d_output)) is not None:
+        return why
+    return no_matrix("q", p.q, shared) or no_matrix("k", p.k, shared)
 
 
 def far_decays(p: Tokens) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....gpu.hopper import Tile, tiled
+from ....gpu.hopper import Tile, no_matrix, other_rows
 from ....gpu.plan import Number, Plan, Sizes, chunks
 from ...declaration import Attention
 from ..calls import Call, gradients, numbers, results
@@ -16,8 +16,6 @@ ROWS = 64
 REGISTERS = 65536
 """Registers per multiprocessor."""
 Numbers = tuple[Number, ...]
-FAR = 1 << 31
-"""The number of rows of a matrix that is copied in tiles is below this: row indices are 32-bit integers."""
 
 
 class Shape(NamedTuple):
@@ -57,11 +55,11 @@ def refuses(call: Call, sizes: dict[int, Shape]) -> str | None:
         return f"D must be {' or '.join(map(str, sizes))}, this is {s['D']}"
     if a.scale < torch.finfo(torch.float32).tiny:
         return f"scale must be positive, this is {a.scale}"
-    if not (0 < c["B"] * c["Tq"] < FAR and 0 < c["B"] * c["Tk"] < FAR):
-        return f"it takes from 1 to 2**31 queries and keys, these are {s['B'] * s['Tq']} and {s['B'] * s['Tk']}"
+    if (why := other_rows(c["B"] * c["Tq"], c["B"] * c["Tk"])) is not None:
+        return why
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v), ("the output's gradient", call.d_output)):
-        if x is not None and not tiled(x):
-            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+        if (why := no_matrix(name, x)) is not None:
+            return why
     return None
 
 
