@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..documentation import entries
-from ..errors import PenstockError
+from ..errors import InvalidArgument, PenstockError
 from ..recurrence import functional
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import needs_float32, normalized
@@ -191,7 +191,10 @@ def _made(name: str, run: Callable[[Call], Output], parameters: str, older_param
                 if call[one] is _REQUIRED:
                     raise TypeError(f"{name}: {one} must be given, got nothing. The parameters are {', '.join(names)}.")
         call.settle()
-        return run(call)
+        try:
+            return run(call)
+        except InvalidArgument as error:
+            raise error.of(name, call.renamed) from None
 
     kinds = inspect.Parameter
     function.__name__ = function.__qualname__ = name

@@ -22,10 +22,10 @@ class Call(dict[str, Any]):
     __slots__ = ()
     function: str
 
-    def refuse(self, argument: str, rule: str, remedy: str) -> NoReturn:
-        """Raise RangeError for the value of an argument."""
+    def refuse(self, argument: str, rule: str, remedy: str, value: object = None) -> NoReturn:
+        """Raise RangeError for the value of an argument, or ``value`` of it."""
         complaints = Complaints(self.function)
-        complaints.add(RangeError, argument, rule, described(self.get(argument)), remedy)
+        complaints.add(RangeError, argument, rule, described(self.get(argument)) if value is None else value, remedy)
         complaints.raise_any()
         raise AssertionError
 
@@ -57,6 +57,15 @@ class Call(dict[str, Any]):
             self["initial_state"] = state.transpose(-1, -2)
         if self.get("cu_seqlens_cpu") is not None and self["cu_seqlens"] is None:
             self.refuse("cu_seqlens_cpu", "left out without cu_seqlens", "Pass cu_seqlens, on the device of q.")
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The caller's names of arguments that have other names in the operators."""
+        names = {"a": "kk", "b": "a"} if "kk" in self else {}
+        for decay in ("gk", "g_gamma"):
+            if self.get(decay) is not None:
+                names["g"] = decay
+        return names
 
     def results(self, output: Tensor, second: Any) -> Output:
         """The output and the state as the caller lays them out: views."""

@@ -62,11 +62,17 @@ def _rwkv7(call: Call) -> Output:
 
 
 def _mul_rwkv7(call: Call) -> Output:
-    for name in ("kk", "a"):
-        if not isinstance(call[name], Tensor):
+    kk, a = call["kk"], call["a"]
+    for name, x in (("kk", kk), ("a", a)):
+        if not isinstance(x, Tensor):
             call.refuse(name, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
-    kk = call["kk"]
-    return _of_rwkv7(call, -kk, kk * call["a"])
+        if not x.is_floating_point():
+            call.refuse(name, "of a floating dtype", f"Convert it with {name}.to(...).", x.dtype)
+        if x.dim() != 4:
+            call.refuse(name, "of shape [B,T,H,K]", "", list(x.shape))
+    if a.shape != kk.shape:
+        call.refuse("a", f"of the shape of kk = {list(kk.shape)}", "Expand the smaller one.", list(a.shape))
+    return _of_rwkv7(call, -kk, kk * a)
 
 
 def _of_rwkv7(call: Call, a: Tensor, b: Tensor) -> Output:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..documentation import described as described_by
-from ..errors import Complaints, DtypeError, ShapeError, described
+from ..errors import Complaints, DtypeError, InvalidArgument, ShapeError, described
 from ..recurrence.functional import rwkv5, rwkv6
 from ..tokens.results import Result
 
@@ -29,6 +29,9 @@ ARGUMENTS = {
         "False: [B,H,K,V], as in Penstock, fla and the Python code of Hugging Face's models."
     ),
 }
+
+NAMES = {"r": "receptance", "k": "key", "v": "value", "w": "time_decay", "u": "time_first", "initial_state": "state"}
+"""Names of arguments of the operators here."""
 
 
 @described_by(ARGUMENTS)
@@ -106,7 +109,10 @@ def raw_decay(
     r, k, v = (x.unflatten(2, (heads, -1)) for x in (receptance, key, value))
     w = -torch.exp(time_decay if time_decay.dtype == torch.float64 else time_decay.float())
     u = time_first.reshape(heads, -1)
-    if variant == "rwkv5":
-        w = w.reshape(heads, -1).expand(heads, k.shape[3])  # RWKV-5.0 and 5.1 have one decay per head
-        return rwkv5(r, k, v, w, u, initial_state=state, output_final_state=True)
-    return rwkv6(r, k, v, w.unflatten(2, (heads, -1)), u, initial_state=state, output_final_state=True)
+    try:
+        if variant == "rwkv5":
+            w = w.reshape(heads, -1).expand(heads, k.shape[3])  # RWKV-5.0 and 5.1 have one decay per head
+            return rwkv5(r, k, v, w, u, initial_state=state, output_final_state=True)
+        return rwkv6(r, k, v, w.unflatten(2, (heads, -1)), u, initial_state=state, output_final_state=True)
+    except InvalidArgument as error:
+        raise error.of(function, NAMES) from None

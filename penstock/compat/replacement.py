@@ -30,9 +30,9 @@ class Replacement:
     the function in which it began.
     """
 
-    def __init__(self, find: Callable[[], Iterable[Place]]):
-        """``find`` runs while no other thread replaces or restores anything."""
-        self._in_force = True
+    def __init__(self, find: Callable[[], Iterable[Place]], at_end: Callable[[], None] = lambda: None):
+        """``find`` runs while no other thread replaces or restores anything. ``at_end`` is called once, by ``restore()``."""
+        self._in_force, self._at_end = True, at_end
         with _LOCK:
             self._places = tuple(find())
             for module, name, ours in self._places:
@@ -52,6 +52,7 @@ class Replacement:
             if not self._in_force:
                 return
             self._in_force = False
+            self._at_end()
             for module, name, ours in self._places:
                 key = id(module), name
                 original, count = _ACTIVE.pop(key)

@@ -43,6 +43,8 @@ def accelerate(model: nn.Module) -> Replacement:
         A model of transformers, or of Hugging Face's remote code: Mamba-2, Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, Ling, GLM-5,
         RWKV-5, RWKV-6.
 
+    Recurrent layers raise RangeError in a call of ``model`` with packed sequences that they are not told of, as by ``position_ids`` alone.
+
     Raises RangeError where a model has none of these functions, and ImplementationRefused where one has other parameters than are known. ::
 
         with accelerate(model) as accelerated:
@@ -63,7 +65,7 @@ def accelerate(model: nn.Module) -> Replacement:
         complaints.raise_any()
     for place in places:
         _check_parameters(place)
-    return Replacement(lambda: places)
+    return Replacement(lambda: places, transformers_packed.Watch(model).remove)
 
 
 def _places(module: ModuleType) -> list[Place]:
@@ -112,6 +114,7 @@ def _rwkv(
     if state is not None and torch.is_grad_enabled():
         state = state.clone()  # the caller writes the new state where this one is, before the backward pass reads it
     function = f"{variant}_linear_attention"
+    transformers_packed.check_alone(function)
     return raw_decay(function, variant, receptance, key, value, time_decay, time_first, state, time_first.shape[0])
 
 

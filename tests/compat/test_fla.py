@@ -275,6 +275,19 @@ def test_calls_are_compiled_without_graph_breaks(name, inputs):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_the_function_and_its_argument(name, inputs):
+    """Also those of arguments that have another name in the operators."""
+    given = named_inputs(name, inputs)
+    for one, x in given.items():
+        for wrong in (x[..., None], x.long(), [1.0]) if isinstance(x, torch.Tensor) else ():
+            with pytest.raises(InvalidArgument, match=rf"(?m)^{name}: {one} must"):
+                ours.FUNCTIONS[name](**{**given, one: wrong})
+    if "g_gamma" in inspect.signature(ours.FUNCTIONS[name]).parameters:
+        with pytest.raises(InvalidArgument, match=f"^{name}: g_gamma must"):
+            ours.FUNCTIONS[name](**{**given, "g": None}, g_gamma=inputs["g"])
+
+
 def test_lists_of_states_are_refused_without_normalize(inputs):
-    with pytest.raises(InvalidArgument, match="linear_attention: initial_state must be"):
+    with pytest.raises(InvalidArgument, match="chunk_linear_attn: initial_state must be"):
         ours.chunk_linear_attn(*(inputs[one] for one in "qkv"), initial_state=(inputs["state"], None), normalize=False)

@@ -158,10 +158,23 @@ def test_arguments_that_are_no_tensors_or_have_no_heads_are_refused(name, inputs
     raw = {"use_gate_in_kernel": True, "A_log": inputs["rate"]} if name in GATED else {}
     raw |= {"lower_bound": -5.0, "dt_bias": inputs["bias"]} if name.endswith("kda") else {}
     for one in call:
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgument, match=rf"(?m)^{name}: {one} must"):
             ours.FUNCTIONS[name](**{**call, **raw, one: [1.0]})
-    with pytest.raises(InvalidArgument, match="H must be at least 1"):
+    with pytest.raises(InvalidArgument, match=rf"(?m)^{name}: H must be at least 1"):
         ours.FUNCTIONS[name](**{key: x[:, :, :0] for key, x in call.items()}, **raw)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_the_function_and_its_argument(name, inputs):
+    """Also those of arguments that have another name in the operators."""
+    call, _ = call_of(name, inputs)
+    for one, x in call.items():
+        for wrong in (x[..., None], x.long()):
+            with pytest.raises(InvalidArgument, match=rf"(?m)^{name}: {one} must"):
+                ours.FUNCTIONS[name](**{**call, one: wrong})
+    if "gk" in inspect.signature(ours.FUNCTIONS[name]).parameters and "gk" not in call:
+        with pytest.raises(InvalidArgument, match=rf"^{name}: gk must"):
+            ours.FUNCTIONS[name](**{**call, "g": None}, gk=x)
 
 
 def test_promises_about_gates_do_not_change_results(inputs):

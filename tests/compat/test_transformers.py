@@ -235,6 +235,44 @@ def test_packed_sequences_are_kept_apart(mamba, names):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+def test_packed_sequences_that_layers_are_not_told_of_are_refused(mamba, name):
+    """Mamba2ForCausalLM passes none of them on, its backbone not position_ids."""
+    given = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 1]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 5]),
+    }[name]  # fmt: skip
+    ids, alone = tokens(5)[:1], torch.arange(5)[None]
+    with accelerate(mamba):
+        for _ in range(2):
+            with pytest.raises(RangeError, match=rf"(causal_conv1d_fn|mamba2_chunk_scan): {name} must be .*, got packed sequences\."):
+                mamba(ids, **{name: given}, use_cache=False)
+        if name == "position_ids":
+            with pytest.raises(RangeError, match="position_ids must be those of one sequence a row"):
+                mamba.backbone(ids, position_ids=given, use_cache=False)
+            mamba(ids, position_ids=alone, use_cache=False)
+        mamba(ids, use_cache=False)
+    mamba(ids, **{name: given}, use_cache=False)
+
+
+def test_remote_code_with_packed_sequences_is_refused(module):
+    """Its functions take no offsets."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = module.Attention()
+
+        def forward(self, x, position_ids=None):
+            return self.layer(x)
+
+    model, x = Model(), torch.randn(1, T, H * N)
+    with accelerate(model):
+        assert torch.isfinite(model(x, torch.arange(T)[None])).all()
+        with pytest.raises(RangeError, match=r"rwkv\d_linear_attention: position_ids must be those of one sequence a row"):
+            model(x, torch.arange(T)[None] % 4)
+
+
 def test_mamba2_says_what_was_replaced(mamba):
     module = sys.modules[type(mamba).__module__]
     names = "mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined", "causal_conv1d_fn"

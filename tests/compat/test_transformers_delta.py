@@ -220,3 +220,49 @@ def test_offsets_of_keys_are_those_of_queries(model):
         del batch["cu_seq_lens_q"]
         with pytest.raises(RangeError, match="causal_conv1d_fn: cu_seq_lens_k must be None without cu_seq_lens_q, got a tensor"):
             model(**batch, use_cache=False)
+
+
+POSITIONS = {
+    "alone": (lambda batch: batch, "position_ids must be those of one sequence a row without cu_seq_lens_q or seq_idx"),
+    "with a mask": (lambda batch: batch | {"attention_mask": torch.ones(1, 20, dtype=torch.long)}, "position_ids must be those of one"),
+}
+
+
+@pytest.mark.parametrize("given", POSITIONS)
+def test_positions_alone_do_not_tell_recurrent_layers_of_packed_sequences(model, given):
+    change, message = POSITIONS[given]
+    batch = change(packed(LENGTHS, ()))
+    with torch.no_grad(), accelerate(model):
+        for inner in (False, True):
+            with pytest.raises(RangeError, match=f": {message}.*, got packed sequences. Pass cu_seq_lens_q or seq_idx, too"):
+                (model.model if inner else model)(**batch, use_cache=False)
+        model(batch["input_ids"], use_cache=False)
+    model(**batch, use_cache=False)
+
+
+def test_positions_of_one_sequence_a_row_are_taken(model):
+    """With padding, too, whose positions begin again: those that generate() makes, and others."""
+    ids, mask = left_padded()
+    counted = mask.cumsum(1) - 1
+    with torch.no_grad():
+        padded = [counted.masked_fill(mask == 0, n) for n in (0, 1)]
+        for positions in *padded, torch.arange(21)[None], torch.arange(5, 26)[None]:
+            expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            with accelerate(model):
+                found = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-5)
+
+
+def test_gradient_checkpointing_of_packed_sequences(model):
+    """The forward pass that is computed again for gradients gets the same sequences."""
+    batch, found = packed(LENGTHS, DESCRIBED[0]), []
+    model.train()
+    for checkpointed in (False, True):
+        if checkpointed:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        with accelerate(model):
+            model(**batch, use_cache=False).logits.sin().sum().backward()
+        found.append([x.grad for x in model.parameters() if x.grad is not None])
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
