@@ -45,5 +45,5 @@ class Minimum:
 def constraint_of(sequence: Sequence, ends_of_text: Collection[int], vocab_size: int) -> Constraint | None:
     """The constraint of a sequence: its own, and ``min_tokens`` if tokens can end it."""
     params = sequence.request.params
-    ends = {*params.stop_ids} if params.ignore_end else {*params.stop_ids, *ends_of_text}
+    ends = {*params.stop_ids, *sequence.stops, *(() if params.ignore_end else ends_of_text)}
     return Minimum(sequence, ends, vocab_size) if params.min_tokens and ends else sequence.constraint

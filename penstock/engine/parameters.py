@@ -80,9 +80,10 @@ class SamplingParams:
     seed: Annotated[int | None, Range(-(2**63), 2**64 - 1, http=(-(2**63), 2**63 - 1))] = None
     """Equal seeds give equal tokens, whatever the other requests are. None: a random seed."""
     stop: tuple[str, ...] = ()
-    """End before the first of these texts that is complete (after it with ``include_stop``). Needs a tokenizer."""
+    """End before the first of these texts that is complete (after it with ``include_stop``). Needs a tokenizer. One that is the name of a
+    special token of it, such as <|im_end|>, ends at this token, which has no text."""
     late_stop: tuple[str, ...] = ()
-    """Likewise, but only in the text after the begin that ``prelude`` finds."""
+    """Likewise, but only in the text after the begin that ``prelude`` finds. Special tokens end it anywhere."""
     prelude: Callable[[], Prelude] | None = None
     """Returns what finds this begin of each completion."""
     stop_ids: tuple[int, ...] = ()

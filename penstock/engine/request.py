@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, overload
@@ -247,6 +247,8 @@ class Sequence:
     """``deadline`` plus ``STRETCH`` times the steps that it needs alone."""
     order: int = 0
     finished: bool = False
+    stops: Mapping[int, str] = field(default_factory=dict)
+    """Stop texts that are special tokens, by token."""
     text: Any = None
     row: Any = None
     """Its ``slot_tables.Row``."""

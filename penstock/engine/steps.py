@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
-from ..models.tokenizers import ends_of
+from ..models.tokenizers import ends_of, special_tokens_of
 from .choosing import NO_TOKEN
 from .entry import Entry
 from .kept import KeptState
@@ -54,7 +54,7 @@ class Steps:
         self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self.entry.preempt, canonical, pool.pages is not None)
         self._ended = 0.0
         """The time when the last step ended."""
-        self.ends = ends_of(tokenizer)
+        self.ends, self.special = ends_of(tokenizer), special_tokens_of(tokenizer)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
@@ -68,6 +68,7 @@ class Steps:
         """Accept a request. If its decoders cannot be created, it fails."""
         self.requests.add(request)
         params, tokenizer = request.params, self.tokenizer
+        stops = {self.special[text]: text for text in (*params.stop, *params.late_stop) if text in self.special}
         try:
             if params.constraint is not None:
                 for constraint in request.constraints:
@@ -75,7 +76,7 @@ class Steps:
             for index in range(params.n):
                 decoder = None if tokenizer is None else tokenizer.stream(request.prompt)
                 text = None if decoder is None else text_stream(decoder, params)
-                one = Sequence(request, index, list(request.prompt), text=text)
+                one = Sequence(request, index, list(request.prompt), stops=stops, text=text)
                 one.constraint = constraint_of(one, self.ends, self.runner.sampler.vocab_size)
                 one.row = Row.of(one)
                 request.sequences.append(one)
@@ -243,9 +244,9 @@ class Steps:
             if not ends:
                 _check_mask(one.constraint)
         reason: FinishReason | None = "stop" if ends else None
-        if token in params.stop_ids or (token in self.ends and not params.ignore_end):
+        if token in params.stop_ids or token in one.stops or (token in self.ends and not params.ignore_end):
             reason = "stop"
-            one.completion.stopped_by = token if token in params.stop_ids else None
+            one.completion.stopped_by = one.stops.get(token, token if token in params.stop_ids else None)
         else:
             if one.text is not None:
                 text = one.text.push(token)
@@ -257,6 +258,8 @@ class Steps:
             text += one.text.finish()
             if one.text.stopped:
                 reason, one.completion.stopped_by = "stop", one.text.stopped_by
+            elif params.include_stop:
+                text += one.stops.get(token, "")
         if params.echo and self.tokenizer is not None and len(one.tokens) == one.prompt + 1:
             text = self.tokenizer.decode(one.request.prompt) + text
         self._emit(one, (token,), text, () if logprob is None else (logprob,), reason)

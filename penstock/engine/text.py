@@ -149,6 +149,12 @@ class LateTextStream:
         self._first = TextStream(decoder, stop, least=least)
         self._rest: TextStream | None = None
         """What finds all of them, after the prelude."""
+        self._given = 0
+        """Characters that were passed to the prelude."""
+        self._early = 0
+        """Characters of the first ``least`` tokens."""
+        self._begin = 0
+        """Where the text after the prelude begins."""
 
     @property
     def stopped_by(self) -> str | None:
@@ -164,7 +170,10 @@ class LateTextStream:
         """The text that no later token can change."""
         if self._rest is not None:
             return self._rest.push(token)
-        text = self._taken(self._first.push(token))
+        given = self._first.push(token)
+        if self._least > 0:
+            self._early = self._given + len(given) + len(self._first.held)
+        text = self._taken(given)
         self._least -= 1
         if self._rest is not None:
             self._rest.least -= 1
@@ -177,12 +186,14 @@ class LateTextStream:
         text = "" if self._rest is not None else self._taken(self._first.finish())
         if self._rest is None and not self.stopped:
             before, after = self._prelude.finish()
+            self._begin += len(before)
             text += before + self._after(after)
         return text if self._rest is None else text + self._rest.finish()
 
     def _taken(self, text: str) -> str:
         """The part of a text that no later token can change."""
         before, after = self._prelude.push(text)
+        self._given, self._begin = self._given + len(text), self._begin + len(before)
         if self._first.stopped_by is not None:
             return self._stopped(before, after, self._first.stopped_by)
         return before + self._after(after + self._first.held) if after else before
@@ -191,6 +202,7 @@ class LateTextStream:
         """The last text, for what precedes a stop string in the prelude and after it. Another one may be complete earlier."""
         for more in self._prelude.push(stop), self._prelude.finish():
             before, after = before + more[0], after + more[1]
+            self._begin += len(more[0])
         begins = len(after) < len(stop)  # in the prelude: of strings that are complete at the same place, it is the longest
         found = self._after(after[:-1] if begins else after)
         if self.stopped:
@@ -199,9 +211,12 @@ class LateTextStream:
         return before + after if self._include_stop else (before + after)[: -len(stop)]
 
     def _after(self, text: str) -> str:
-        """Begin to search for all stop strings, in a text after the prelude."""
-        self._rest = TextStream(self._decoder, (*self._stop, *self._late), self._include_stop, self._least)
-        return self._rest.take(text)
+        """Begin to search for all stop strings, in a text after the prelude. Its begin may be of the first ``least`` tokens."""
+        early = max(self._early - self._begin, 0)
+        self._rest = TextStream(self._decoder, (*self._stop, *self._late), self._include_stop, least=1)
+        found = self._rest.take(text[:early])
+        self._rest.least = self._least
+        return found + self._rest.take(text[early:])
 
 
 def text_stream(decoder: Decoder, params: SamplingParams) -> TextStream | LateTextStream:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
+
+SPACE = re.compile(r"\A[^\S\x1c-\x1f]+")
+"""White space at the begin of a text, as the package tokenizers has it: four control characters that Python counts are none."""
 
 
 class Continued:
@@ -32,7 +36,7 @@ class Continued:
         """Tokens of a text after the token ``last``."""
         before = self._added.get(last)
         if before is not None and before.rstrip:  # it includes white space after it
-            text = text.lstrip()
+            text = SPACE.sub("", text)
         parts = self._parts[None if before is None else before.normalized]
         if parts is None:
             return list(self._rust.encode(text, add_special_tokens=False).ids)

@@ -25,6 +25,15 @@ def utf8(text: str, special: bool, after: Sequence[int]) -> bytes:
         raise
 
 
+def refuse_panic(function: str, argument: str, error: BaseException) -> None:
+    """Raises RangeError for a panic of the package tokenizers, which is no Exception: it would end an engine's thread."""
+    if type(error).__name__ == "PanicException":
+        complaints = Complaints(function)
+        rule = "what the package tokenizers takes with this tokenizer.json"
+        complaints.add(RangeError, argument, rule, f"a panic of it ({error})", "Correct the parts of the file.")
+        complaints.raise_any()
+
+
 def check_token(token: int, vocab_size: int) -> None:
     """Raises DtypeError for what is no whole number, RangeError for one that is no token."""
     if type(token) is int and 0 <= token < vocab_size:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import Complaints, MissingExtra, RangeError
 from .checkpoints.places import refuse_stand_in
 from .continued import Continued
-from .tokenizer_arguments import check_token, utf8
+from .tokenizer_arguments import check_token, refuse_panic, utf8
 
 HF_FILE = "tokenizer.json"
 SPACE = "\u2581"
@@ -58,6 +58,8 @@ class HuggingFace:
         special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
         self.text_tokens = set(vocab.values()) - special
         """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
+        self.special_tokens = {text: token for text, token in vocab.items() if token in special}
+        """Tokens that ``decode`` leaves out, by what the file calls them."""
         self._decoder = "null" if self._rust.decoder is None else self._rust.decoder.__getstate__().decode()
         """As the file has it."""
         of_bytes = "ByteFallback" in self._decoder
@@ -116,15 +118,22 @@ class HuggingFace:
         # a model for chats may have the files of its base model beside
         given = json_object(folder / "tokenizer_config.json").get("eos_token")
         given = given.get("content") if isinstance(given, dict) else given
-        token = self._rust.token_to_id(given) if isinstance(given, str) else None
+        try:
+            token = self._rust.token_to_id(given) if isinstance(given, str) else None
+        except UnicodeEncodeError:  # half of a surrogate pair
+            token = None
         return found if token is None or token in found else [*found, token]
 
     def encode(self, text: str, special: bool = False, after: Sequence[int] = ()) -> list[int]:
         """Tokens of a text; with ``special``, also those that the file adds; of one that continues ``after``, without a space before it."""
         utf8(text, special, after)
-        if len(after):
-            return self._continued.encode(text, int(after[-1]))
-        return list(self._rust.encode(text, add_special_tokens=special).ids)
+        try:
+            if len(after):
+                return self._continued.encode(text, int(after[-1]))
+            return list(self._rust.encode(text, add_special_tokens=special).ids)
+        except BaseException as error:
+            refuse_panic("encode", "text", error)
+            raise
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens."""
@@ -133,7 +142,11 @@ class HuggingFace:
             check_token(token, self.vocab_size)
         # the package does not skip special tokens that are found in the normalized text
         shown = [token for token in map(int, tokens) if token in self.text_tokens]
-        return str(self._rust.decode(shown, skip_special_tokens=False))
+        try:
+            return str(self._rust.decode(shown, skip_special_tokens=False))
+        except BaseException as error:
+            refuse_panic("decode", "tokens", error)
+            raise
 
     def stream(self, after: Sequence[int] = ()) -> WindowStream:
         """A new incremental decoder of what follows the tokens ``after``. Some files remove a space from the begin of a text."""

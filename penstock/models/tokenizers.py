@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 from ast import literal_eval
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -182,6 +182,12 @@ def ends_of(tokenizer: Tokenizer | None) -> frozenset[int]:
     """The tokens that end an answer: those that a tokenizer has as ``ends``, or its ``end_of_text``."""
     end = getattr(tokenizer, "end_of_text", None)
     return getattr(tokenizer, "ends", frozenset() if end is None else frozenset([end]))
+
+
+def special_tokens_of(tokenizer: Tokenizer | None) -> Mapping[str, int]:
+    """The tokens that have names and no text, by their names: those that a tokenizer has as ``special_tokens``."""
+    found: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+    return found
 
 
 def text_after(tokenizer: Tokenizer, tokens: Iterable[int], after: Sequence[int] = ()) -> str:

@@ -32,7 +32,7 @@ class AnswerForm:
     """White space before the content is left out."""
     reasoning: ReasoningForm | None = None
     thinking: bool = False
-    """Whether the prompt ends inside of the reasoning."""
+    """Whether the prompt ends inside of the reasoning. The answer may repeat its marker."""
     calls: CallForm | None = None
     names: frozenset[str] = frozenset()
     """Of functions. A call of another one is text."""
@@ -58,6 +58,8 @@ class Answer:
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Names and arguments."""
+    cut: bool = False
+    """Whether the text ends inside of the arguments of the last call."""
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
@@ -83,6 +85,7 @@ def read_answer(form: AnswerForm, text: str) -> Answer:
     reader, answer = AnswerReader(form), Answer()
     for piece in [*reader.push(text), *reader.finish()]:
         answer.add(piece)
+    answer.cut = reader.cut
     return answer
 
 
@@ -105,6 +108,11 @@ class AnswerReader:
     def called(self) -> bool:
         """Whether a call has ended."""
         return self._calls.called
+
+    @property
+    def cut(self) -> bool:
+        """Whether the text so far ends inside of the arguments of a call: the call is not to be run."""
+        return self._calls.cut
 
     def finish(self) -> Iterator[Piece]:
         """What was held back."""
@@ -129,11 +137,16 @@ class ReasoningReader:
     """Divides a text into reasoning, which is at its begin if there is any, and the rest. White space around reasoning is left out."""
 
     def __init__(self, form: ReasoningForm, thinking: bool, opened: str = "") -> None:
-        self._form, self._opened = form, opened
-        self.stage: Literal["begin", "inside", "after", "over"] = "inside" if thinking else "begin"
+        self._form, self._thinking, self._opened = form, thinking, opened
+        self.stage: Literal["begin", "inside", "after", "over"] = "begin"
         self._held = opened
         self._words = False
         """Whether any reasoning was given."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends inside of the reasoning."""
+        return self.stage == "inside" or (self.stage == "begin" and self._thinking)
 
     def push(self, text: str) -> tuple[str, str]:
         """Reasoning, and the text after it."""
@@ -143,10 +156,10 @@ class ReasoningReader:
         thought = ""
         if self.stage == "begin":
             bare = self._held.lstrip()
-            if bare.startswith(self._form.begin):
+            if bare.startswith(self._form.begin):  # some models repeat the one with which the prompt ends
                 self.stage, self._held = "inside", bare[len(self._form.begin) :]
             elif not self._form.begin.startswith(bare):
-                self.stage, self._held = "over", self._held[len(self._opened) :]
+                self.stage, self._held = ("inside", bare) if self._thinking else ("over", self._held[len(self._opened) :])
         if self.stage == "inside":
             thought = self._thought()
         if self.stage == "after":
@@ -174,9 +187,9 @@ class ReasoningReader:
     def finish(self) -> tuple[str, str]:
         """What was held back: a marker that did not become whole."""
         held, self._held = self._held, ""
-        if self.stage == "begin":
-            return "", held[len(self._opened) :]
-        return (held.rstrip() if self._words else held.strip(), "") if self.stage == "inside" else ("", "")
+        if self.inside:
+            return held.rstrip() if self._words else held.strip(), ""
+        return "", held[len(self._opened) :] if self.stage == "begin" else ""
 
 
 class JsonObject:
@@ -251,6 +264,11 @@ class CallReader:
     def called(self) -> bool:
         """Whether a call has ended."""
         return self._count > 0 and self._stage == "content"
+
+    @property
+    def cut(self) -> bool:
+        """Whether the text so far ends inside of the arguments of a call."""
+        return self._stage == "arguments"
 
     def finish(self) -> Iterator[Piece]:
         """What was held back. A call without its begin is content."""

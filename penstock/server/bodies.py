@@ -52,7 +52,7 @@ def tagged(rule: str, remedy: str = "") -> WrapValidator:
 def packed(tokens: Sequence[int]) -> Sequence[int]:
     """Tokens as one object: a list of a million is read from a worker, or freed, in one go and with Python's lock held."""
     try:
-        return array("q", tokens)
+        return array("i", tokens)
     except OverflowError:  # no tokenizer has them: they are refused where tokens are checked
         return tokens
 

@@ -61,7 +61,7 @@ def _collected(
         calls = [CallAnswer(id=call_id(), function=FunctionAnswer(name=name, arguments=text)) for name, text in found.calls]
         content = found.content if found.content or not (calls or found.reasoning) else None
         message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
-        reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
+        reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls) and not found.cut)
         choices.append(ChatChoice(index=index, message=message, finish_reason=reason))
     keep_states(service, choices, generation)
     logprobs = [done.logprobs for done in request.result.completions]
@@ -80,6 +80,7 @@ def _written(
 
 
 def _reason(reason: FinishReason, called: bool) -> FinishReason:
+    """Calls are the reason if all of them are whole."""
     return "tool_calls" if called and reason == "stop" else reason
 
 
@@ -132,7 +133,7 @@ class StreamWriter:
         for at, delta in enumerate(deltas):
             choice = ChatChunkChoice(index=event.index, delta=delta, logprobs=None if at else logprobs)
             if at == len(deltas) - 1 and reason is not None:
-                choice.finish_reason = _reason(reason, self._calls[event.index] > 0)
+                choice.finish_reason = _reason(reason, self._calls[event.index] > 0 and not reader.cut)
             yield self._piece(choice)
 
     def _delta(self, index: int, piece: Piece) -> Delta:

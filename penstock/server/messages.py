@@ -133,7 +133,7 @@ class StreamWriter:
         (done,) = self._generation.requests[0].result.completions
         if isinstance(done.stopped_by, str) and done.stopped_by in self._body.stop_sequences:
             return Stop(stop_reason="stop_sequence", stop_sequence=done.stopped_by)
-        ended: Reason = "tool_use" if self._output.called else "end_turn"
+        ended: Reason = "tool_use" if self._output.called and not self._reader.cut else "end_turn"
         return Stop(stop_reason="max_tokens" if done.finish_reason == "length" else ended, stop_sequence=None)
 
 

@@ -191,7 +191,7 @@ class StreamWriter:
         status: Any = "incomplete" if done.finish_reason == "length" else "completed"
         for piece in self._reader.finish():
             yield from self._output.write(piece)
-        yield from self._output.finish(status)
+        yield from self._output.finish(status, self._reader.cut)
         answer = self._turn.answer.model_copy(
             update={
                 "status": status, "output": self._output.items, "usage": self._usage(),

@@ -40,10 +40,12 @@ class OutputWriter:
             self._text += piece.text
             yield self._delta(piece.text)
 
-    def finish(self, status: Literal["completed", "incomplete"]) -> Iterator[StreamEvent]:
-        """Events of the end. An output has an item at least."""
+    def finish(self, status: Literal["completed", "incomplete"], cut: bool) -> Iterator[StreamEvent]:
+        """Events of the end. An output has an item at least. The last one has the answer's status; a call is complete unless ``cut``."""
         if not self.items:
             yield from self._begin("message", "")
+        if self._open is not None and self._open.type == "function_call":
+            status = "incomplete" if cut else "completed"
         yield from self._close(status)
 
     def _place(self, part: bool = True) -> dict[str, Any]:

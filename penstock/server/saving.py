@@ -2,7 +2,7 @@
 
 A chat that continues from a state has the new messages only. Its prompt is what the chat template writes after an answer: the end of that
 answer, these messages, and the begin of the next one. A state may have some of this already, since the answer before may have ended by it:
-what its text ends with is left out, and so is its last token if that is the end of text.
+what its text ends with is left out, and so is its last token if that is the end of text. A special token has its name there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..engine import SequenceState
-from ..models.tokenizers import ends_of
+from ..models.tokenizers import ends_of, special_tokens_of
 from .errors import Refused
 from .generation import Generation
 from .protocol import ErrorFields, SamplingBody, StateFields
@@ -64,4 +64,5 @@ async def continued(service: Service, state: SequenceState | None) -> tuple[Sequ
         return None, None
     state = without_end(state, ends_of(service.tokenizer))
     known = [token for token in state.tokens[-TAIL:] if token < service.tokenizer.vocab_size]
-    return state, await service.text(known, "state")
+    name = next((name for name, token in special_tokens_of(service.tokenizer).items() if known[-1:] == [token]), "")
+    return state, await service.text(known, "state") + name

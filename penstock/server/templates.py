@@ -20,7 +20,11 @@ from .protocol import Message
 from .tools import Function
 
 TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of templates beside that file, whose names are those of their files."""
 CONFIG_FILE = "tokenizer_config.json"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""The names of the template that is taken, and of the one that is taken where a request lists functions, as transformers takes them."""
 MOST_CHARACTERS = 2**24
 """A template that writes more is refused: loops in a template can multiply what a client sends."""
 WORLD_TOOLS = (
@@ -116,24 +120,32 @@ class WorldTemplate:
 
 
 class JinjaTemplate:
-    """A Jinja template as Hugging Face repositories have it, in a sandbox. Raises RangeError for one that cannot be compiled."""
+    """A Jinja template as Hugging Face repositories have it, in a sandbox. Raises RangeError for one that cannot be compiled.
+
+    ``with_tools``: that of requests which list functions.
+    """
 
     stops: tuple[str, ...] = ()
     strips = False
 
-    def __init__(self, source: str, special: dict[str, str] | None = None, name: str = "template") -> None:
+    def __init__(
+        self, source: str, special: dict[str, str] | None = None, name: str = "template", with_tools: JinjaTemplate | None = None
+    ) -> None:
         from jinja2 import TemplateError, meta, nodes
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         from .template_tags import Generation
 
-        self._source = source, special, name
+        self._source = source, special, name, with_tools
+        self._with_tools = with_tools
         extensions = ["jinja2.ext.loopcontrols", Generation]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         self._special = special or {}
         self.calls, self.reasoning = recognised_calls(source), recognised_reasoning(source)
+        if with_tools is not None:
+            self.calls, self.reasoning = with_tools.calls or self.calls, self.reasoning or with_tools.reasoning
         try:
             self._template, parsed = environment.from_string(source), environment.parse(source)
             developers = any(one.value == "developer" for one in parsed.find_all(nodes.Const))  # a word of a text is no role
@@ -152,6 +164,8 @@ class JinjaTemplate:
 
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. Raises RangeError where the template refuses the messages, or does not know functions or variables."""
+        if functions and self._with_tools is not None:
+            return self._with_tools.render(messages, functions, variables)
         complaints = Complaints("chat")
         check_variables(variables, self.variables)
         if functions and not self._takes_tools:
@@ -251,14 +265,31 @@ def with_markers(tokenizer: Tokenizer, template: Template | None) -> Tokenizer:
 def _jinja(folder: Path, file: Path | None) -> JinjaTemplate | None:
     config = _config(folder / CONFIG_FILE)
     special = {name: _text(config[name]) for name in SPECIAL if config.get(name)}
-    if file is None and (folder / TEMPLATE_FILE).is_file():
-        file = folder / TEMPLATE_FILE
     if file is not None:
         return JinjaTemplate(read_text(file, "serve", "chat_template"), special, str(file))
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = next((one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None)
-    return JinjaTemplate(found, special, str(folder / CONFIG_FILE)) if isinstance(found, str) else None
+    found = _named(folder, config)
+    if found and DEFAULT not in found:
+        complaints = Complaints("serve")
+        remedy = "Give one with --chat-template."
+        complaints.add(RangeError, "chat_template", f"one or several of which one is named {DEFAULT!r}", ", ".join(found), remedy)
+        complaints.raise_any()
+    with_tools = JinjaTemplate(found[WITH_TOOLS][0], special, found[WITH_TOOLS][1]) if WITH_TOOLS in found else None
+    return JinjaTemplate(found[DEFAULT][0], special, found[DEFAULT][1], with_tools) if found else None
+
+
+def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The templates of a folder and where each is, by name: those of files or, where there is none, of the tokenizer's configuration."""
+    files = {one.stem: one for one in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = folder / TEMPLATE_FILE
+    if files:
+        return {name: (read_text(one, "serve", "chat_template"), str(one)) for name, one in files.items()}
+    given, origin = config.get("chat_template"), str(folder / CONFIG_FILE)
+    if isinstance(given, str):
+        return {DEFAULT: (given, origin)}
+    listed = given if isinstance(given, list) else []
+    named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+    return {name: (source, origin) for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
 
 
 def _text(token: Any) -> str:

@@ -48,9 +48,9 @@ class Thought:
         return found, rest
 
     def finish(self) -> tuple[str, str]:
-        """The begin of a marker that did not become whole: no reasoning."""
+        """The begin of a marker that did not become whole: no reasoning, unless that began in the prompt."""
         held, self._held = self._held, ""
-        return "", held
+        return (held, "") if self._reader.inside else ("", held)
 
 
 class ThinkingBudget:
@@ -79,7 +79,7 @@ class ThinkingBudget:
         elif self._end is None and self._reader.stage in ("begin", "inside"):
             self._reader.push(self._stream.push(token))
             self._left -= 1
-            if self._left <= 0 and self._reader.stage == "inside":
+            if self._left <= 0 and self._reader.inside:
                 self._end = deque(self._encode(after=[token]))
         self.mask = self._mask()
         return False

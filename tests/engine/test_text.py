@@ -10,13 +10,11 @@ from tokenizer_files import TOKENIZERS, tokenizer_of
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.text import StopStrings, TextStream, text_stream
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import Bytes
+from penstock.models.tokenizers import Bytes, ByteStream
 
 
 def pieces_of(text: bytes, sizes: list[int]):
     """A decoder of tokens that are byte strings of these sizes, and the tokens."""
-    from penstock.models.tokenizers import ByteStream
-
     values, at = [], 0
     for size in sizes:
         values.append(text[at : at + size])
@@ -75,30 +73,47 @@ class Until:
     st.lists(st.text("aéb|", min_size=1, max_size=3), min_size=1, max_size=3),
     st.lists(st.text("aé🙂b|", min_size=1, max_size=3), max_size=2),
     st.booleans(),
+    st.integers(0, 6),
 )
-@example("a|b", [1], ["a", "|", "|b"], [], False)
-@example("aa|aab", [2], ["ab"], ["a|a"], True)
-@example("a|aab", [3], ["ba"], ["ab"], False)
-@example("|ab", [1], ["a"], ["ab"], True)
-@example("|aé", [1, 1, 1], ["|", "aé"], ["a|", "é"], False)
-@example("b|a", [1], ["a"], ["|a"], True)
-def test_late_stop_strings_count_after_the_prelude(text, sizes, late, stop, include):
-    """Of those that begin after it, and others, the first that is complete counts, and the longest of several."""
+@example("a|b", [1], ["a", "|", "|b"], [], False, 0)
+@example("aa|aab", [2], ["ab"], ["a|a"], True, 0)
+@example("a|aab", [3], ["ba"], ["ab"], False, 0)
+@example("|ab", [1], ["a"], ["ab"], True, 0)
+@example("|aé", [1, 1, 1], ["|", "aé"], ["a|", "é"], False, 0)
+@example("b|a", [1], ["a"], ["|a"], True, 0)
+@example("aba", [1, 1], ["a"], [], False, 1)  # no prelude: the text is held until its end
+@example("abb", [1, 1], ["b"], ["ab"], False, 2)
+@example("a|aba", [1, 1, 2], ["a"], ["b"], False, 3)
+def test_late_stop_strings_count_after_the_prelude(text, sizes, late, stop, include, least):
+    """Of those that begin after it, and others, the first that is complete counts, and the longest of several.
+
+    None counts that is complete within the first ``least`` tokens, also where their text was held until later ones came.
+    """
     decoder, tokens = pieces_of(text.encode(), sizes)
-    stream = text_stream(decoder, SamplingParams(stop=tuple(stop), late_stop=tuple(late), prelude=lambda: Until("|"), include_stop=include))
+    params = SamplingParams(
+        stop=tuple(stop), late_stop=tuple(late), prelude=lambda: Until("|"), include_stop=include, min_tokens=least, max_tokens=99
+    )
+    stream = text_stream(decoder, params)
+    known = pieces_of(text.encode(), sizes)[0]
+    early = len("".join(map(known.push, tokens[:least])))
     found = ""
     for token in tokens:
         found += stream.push(token)
         if stream.stopped:
             break
     found += stream.finish()
-    ends = [(text.index(one) + len(one), -len(one)) for one in stop if one in text]
+    ends = ends_of(text, stop, 0, early)
     seen = text[: min(ends)[0]] if ends else text  # no more is there when it ends
-    begin = seen.find("|") + 1
-    ends += [(text.index(one, begin) + len(one), -len(one)) for one in late if one in text[begin:]]
+    ends += ends_of(text, late, seen.find("|") + 1, early)
     end, size = min(ends, default=(len(text), 0))
     assert found == text[: end if include else end + size]
     assert stream.stopped_by == (text[end + size : end] if ends else None)
+
+
+def ends_of(text, stop, begin, early):
+    """The first end after ``early`` characters, and the negative length, of each stop string that begins at ``begin`` or later."""
+    firsts = [(text.find(one, max(begin, early + 1 - len(one))), one) for one in stop]
+    return [(first + len(one), -len(one)) for first, one in firsts if first >= 0]
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string():
@@ -183,6 +198,30 @@ def test_the_end_of_text_ends_unless_ignored(ends):
     assert (ended.tokens, ended.text, ended.completions[0].finish_reason) == ([5], "", "stop")
     assert ended.completions[0].stopped_by is None
     assert (ignored.tokens, ignored.text, ignored.completions[0].finish_reason) == ([5] * 4, "xxxx", "length")
+
+
+@pytest.mark.parametrize("name", ["stop", "late_stop"])
+def test_a_stop_text_that_is_a_special_token_ends_at_the_token(name):
+    """It has no text that could be searched."""
+
+    class Special(Bytes):
+        vocab_size, end_of_text, special_tokens = 13, None, {"<stop>": 5, "<other>": 6}
+
+        def __init__(self):
+            pass
+
+        def stream(self, after=()):
+            return ByteStream([b"" if token in (5, 6) else b"x" for token in range(13)])
+
+    engine = Engine(model_of("gla"), Special(), slots=2, token_budget=200)
+    given = {"logit_bias": {5: 50.0, 7: 40.0}, "max_tokens": 5, "temperature": 0, "prelude": lambda: Until("|")}
+    (found,) = engine.generate([[1]], SamplingParams(**given, **{name: ("<stop>", "y")}))
+    assert (found.tokens, found.text) == ([5], "")
+    assert (found.completions[0].finish_reason, found.completions[0].stopped_by) == ("stop", "<stop>")
+    (included,) = engine.generate([[1]], SamplingParams(**given, **{name: ("<stop>",)}, include_stop=True, min_tokens=2))
+    assert (included.tokens, included.text) == ([7, 7, 5], "xx<stop>")
+    (other,) = engine.generate([[1]], SamplingParams(**given, **{name: ("<other>",)}))
+    assert (other.tokens, other.text, other.completions[0].finish_reason) == ([5] * 5, "", "length")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

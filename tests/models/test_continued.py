@@ -110,7 +110,7 @@ def test_a_text_that_continues_words_has_the_tokens_of_the_whole(tokenizer_files
             whole = tokenizer.encode(before + text)
             assert [*tokens, *tokenizer.encode(text, after=tokens)] == whole, (before, text)
     tokens = tokenizer.encode("b[r]")  # as <|end|> in files of Phi-3
-    for text in "", "a", " a", "\n", " \na  a[x]":
+    for text in "", "a", " a", "\n", " \na  a[x]", "\x1ca", " \x1f\u3000\x85a", "\x85\u3000 a":
         assert [*tokens, *tokenizer.encode(text, after=tokens)] == tokenizer.encode(f"b[r]{text}"), text
 
 

@@ -236,6 +236,28 @@ def test_sizes_and_ends(world, tokenizers):
         assert tokenizer.decode([0]) == ""
 
 
+def test_a_panic_of_the_package_is_an_error(tokenizer_files):
+    """It is no Exception: it would end the thread of an engine."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Panics:
+        def __getattr__(self, name):
+            raise PanicException("index out of bounds")
+
+    tokenizer = HuggingFace(tokenizer_files["bytes"])
+    tokenizer._rust = tokenizer._continued._rust = Panics()
+    calls = {
+        "encode: text": [lambda: tokenizer.encode("a"), lambda: tokenizer.encode("a", after=[3])],
+        "decode: tokens": [lambda: tokenizer.decode([3]), lambda: tokenizer.stream([3]), lambda: tokenizer.stream().push(3)],
+    }
+    for argument, functions in calls.items():
+        for function in functions:
+            with pytest.raises(RangeError, match=rf"^{argument} must be .*, got a panic of it \(index out of bounds\)\."):
+                function()
+
+
 def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     from tokenizers import Tokenizer, processors
 
@@ -245,6 +267,7 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     ours = load_tokenizer(tmp_path)
     assert ours.encode("ab", special=True) == [0, *ours.encode("ab")]
     assert ours.end_of_text is None  # no other file names one
+    assert (ours.special_tokens, ours.with_texts({"<end>"}).special_tokens) == ({"<end>": 0}, {})
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
     found = load_tokenizer(tmp_path)
     assert (found.end_of_text, found.ends) == (3, {3, 0})
@@ -254,6 +277,9 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     for content in ('{"eos_token_id": true}', '{"eos_token_id": [[3]]}', '{"eos_token_id": -1}', "[3]", "{", '{"a":' * 100_000):
         (tmp_path / "config.json").write_text(content)
+        assert load_tokenizer(tmp_path).end_of_text is None
+    for content in ('{"eos_token": "\\ud800"}', '{"eos_token": {"content": 3}}', '{"eos_token": "no token"}'):
+        (tmp_path / "tokenizer_config.json").write_text(content)
         assert load_tokenizer(tmp_path).end_of_text is None
 
 

@@ -39,6 +39,7 @@ def pieces(form, parts):
             answer.add(piece)
     for piece in reader.finish():
         answer.add(piece)
+    answer.cut = reader.cut
     return answer
 
 
@@ -101,7 +102,7 @@ TEXTS = {
 def test_calls(name):
     form, text, content, calls = TEXTS[name]
     found = read_answer(form, text)
-    assert found == Answer(text if content is None else content, "", calls)
+    assert found == Answer(text if content is None else content, "", calls, cut=name == "arguments cut")
     assert pieces(form, text) == found
 
 
@@ -110,6 +111,10 @@ def test_calls(name):
     [
         ("<think>\nHm.\n</think>\n\nYes", False, "Hm.", "Yes"),
         ("Hm.\n</think>\n\nYes", True, "Hm.", "Yes"),
+        ("\n<think>\nHm.\n</think>\n\nYes", True, "Hm.", "Yes"),
+        ("Hm <think>.</think>Yes", True, "Hm <think>.", "Yes"),
+        ("</think>Yes", True, "", "Yes"),
+        ("\n<thi", True, "<thi", ""),
         ("\n<think>a </think> </think>", False, "a", "</think>"),
         ("a <think>b</think>", False, "", "a <think>b</think>"),
         ("<think>a b </thi", False, "a b </thi", ""),

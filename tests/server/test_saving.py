@@ -6,10 +6,11 @@ import httpx
 import openai
 import pytest
 from live_server import running
-from tokenizer_files import TOKENIZERS, tokenizer_of
+from tokenizer_files import TOKENIZERS, tokenizer_of, written
 
 from penstock.errors import PenstockError, RangeError
 from penstock.models import CausalLM, gla
+from penstock.models.tokenizer_json import HuggingFace
 from penstock.server.continuation import NotContinuable, continuation, without_overlap
 from penstock.server.limits import Limits
 from penstock.server.protocol import Message
@@ -109,6 +110,25 @@ def test_what_ended_an_answer_is_not_written_again(client, expected):
     found = client.chat.completions.create(model="tiny", messages=[BYE], **given, extra_body={"state": state})
     assert found.usage.prompt_tokens == len(added)
     assert found.choices[0].message.content == expected([*tokens, *added], stop=STOP, **given).text.lstrip()
+
+
+def test_a_special_token_that_ended_an_answer_is_not_written_again(tmp_path):
+    """It has no text, and the template writes it after each message."""
+    file = written(tmp_path, ["the cat"])["bytes"]
+    file.with_name("tokenizer_config.json").unlink()  # which has it as the end of text
+    tokenizer, sent = HuggingFace(file), []
+    end = tokenizer.special_tokens["<end>"]
+    model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1)).eval()
+    template = JinjaTemplate("{% for one in messages %}{{ one.content }}<end>{% endfor %}")
+    given = {"model": "tiny", "max_tokens": 3, "temperature": 0, "stop": "<end>", "logit_bias": {str(end): 100}}
+    with running(model, template=template, tokenizer=tokenizer) as live:
+        submit = live.engine.submit
+        live.engine.submit = lambda *more, **options: sent.append(submit(*more, **options)) or sent[-1]
+        first = live.client.chat.completions.create(messages=[HI], **given, extra_body={"save_state": True}).choices[0]
+        live.client.chat.completions.create(messages=[BYE], **given, extra_body={"state": first.state})
+    assert (first.finish_reason, first.message.content) == ("stop", "")
+    assert sent[0].prompt == tokenizer.encode("Hi<end>")
+    assert sent[1].prompt == [*sent[0].prompt, end, *tokenizer.encode("Bye<end>")]
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)

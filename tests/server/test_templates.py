@@ -1,6 +1,7 @@
 """Chat templates."""
 
 import json
+import pickle
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from penstock.models.tokenizers import Bytes
 from penstock.server.families import REASONING
 from penstock.server.protocol import Message
 from penstock.server.templates import JinjaTemplate, WorldTemplate, find_template
+from penstock.server.tools import Function
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
@@ -88,6 +90,35 @@ def test_the_template_of_a_checkpoint_is_found(tmp_path):
     assert find_template(tmp_path, Bytes(), tmp_path / "own").render(MESSAGES) == "O"
     with pytest.raises(RangeError, match="chat_template must be a text file"):
         find_template(tmp_path, Bytes(), tmp_path / "none")
+
+
+FUNCTION = [Function(name="f")]
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_named_templates_are_taken_as_transformers_takes_them(tmp_path, files):
+    """ "tool_use" where functions are listed, else "default"; one of them at least must be the default."""
+    sources = {"tool_use": "{% if tools %}T <tool_call>{% endif %}", "rag": "R", "default": "D"}
+
+    def write(*names):
+        if not files:
+            named = [{"name": name, "template": sources[name]} for name in names]
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+            return
+        more = tmp_path / "additional_chat_templates"
+        more.mkdir(exist_ok=True)
+        for name in names:
+            (tmp_path / "chat_template.jinja" if name == "default" else more / f"{name}.jinja").write_text(sources[name])
+
+    write("rag", "tool_use")
+    with pytest.raises(RangeError, match="one is named 'default', got rag, tool_use"):
+        find_template(tmp_path, Bytes())
+    assert find_template(tmp_path, Bytes(), tmp_path / ("additional_chat_templates/rag.jinja" if files else "tokenizer_config.json"))
+    write("rag", "tool_use", "default")
+    found = find_template(tmp_path, Bytes())
+    for one in (found, pickle.loads(pickle.dumps(found))):
+        assert one.render(MESSAGES) == "D"
+        assert one.render(MESSAGES, FUNCTION) == "T <tool_call>"
 
 
 def test_rwkv_world_has_its_own(tmp_path):

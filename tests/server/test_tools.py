@@ -114,6 +114,62 @@ def test_cut_arguments_have_the_reason_length(serving, family, api):
     assert whole == Answer("", "", [Call("weather", api.cut('{"city": "Os'))], "length")
 
 
+ENDINGS = ("the end of text", "the end of the turn", "max_tokens", "a stop text", "a stop token")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("before", ["", "a ", "call"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_call_that_is_cut_is_not_a_reason(serving, family, api, ending, before, stream):
+    """Whatever ends the answer inside of the arguments, the last call is not reported as one to run."""
+    cut = CALLS[family].partition('"Oslo')[0] + '"Os'
+    _ends_inside(serving, family, api, ending, before, stream, cut, [Call("weather", api.cut('{"city": "Os'))])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_call_whose_arguments_are_whole_is_a_reason(serving, family, api, ending, stream):
+    """A model need not write what closes a call."""
+    whole = CALLS[family].partition("2}")[0] + "2}"
+    _ends_inside(serving, family, api, ending, "", stream, whole, [OSLO], "calls")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ending", [one for one in ENDINGS if one != "the end of the turn"])
+def test_a_call_that_is_cut_after_reasoning_is_not_a_reason(thinking, api, ending, stream):
+    cut, calls = HERMES_CALL.partition('"Oslo')[0] + '"Os', [Call("weather", api.cut('{"city": "Os'))]
+    _ends_inside(thinking, "hermes", api, ending, "<think>; Hm.\t</think>", stream, cut, calls)
+
+
+def _ends_inside(live, family, api, ending, before, stream, text, calls, reason="stop"):
+    """Ask for an answer that ends with ``text``, in some way. Where an answer is, a stop text that is there before is not meant."""
+    given, reasoning = {}, "; Hm." if before.startswith("<think>") else ""
+    if family == "llama" and before:
+        pytest.skip("calls are at the begin of an answer")
+    if before == "call":
+        before, calls = f"{CALLS[family]}\n", [OSLO, *calls]
+    script, ends = before + text, ending == "the end of text"
+    if ending == "max_tokens":
+        given, reason, script = {"max_tokens": len(script)}, "length", script + "lo and more"
+    elif ending == "a stop text":
+        if api.stops is None:
+            pytest.skip("requests have no stop texts")
+        given, reached = api.stops(";")
+        reason, script = reached if reached != "stop" else reason, script + "; and more"
+    elif ending == "a stop token":
+        if not api.stop_tokens:
+            pytest.skip("requests have no stop tokens")
+        given, script = {"extra_body": {"stop_token_ids": [ord("\x07")]}}, script + "\x07 and more"
+    elif ending == "the end of the turn":
+        if not TEMPLATES[family].stops:
+            pytest.skip("the template has no stop texts")
+        script += f"{TEMPLATES[family].stops[0]} and more"
+    with scripted(live.engine, script, ends=ends):
+        found = api.ask(live, tools=TOOLS, stream=stream, **given).answer
+    assert found == Answer(before.strip() if before == "a " else "", reasoning, calls, reason)
+    live.settles()
+
+
 def check_call(call):
     if call.name == "weather":
         assert Weather.model_validate(call.arguments, strict=True)

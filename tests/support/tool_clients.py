@@ -58,6 +58,10 @@ class Chat:
     thinks = True
     cut = staticmethod(lambda text: text)
     """Arguments of a call that is cut."""
+    stops = staticmethod(lambda text: ({"stop": text}, "stop"))
+    """A stop text in a request, and the reason of an answer that it ends. None: requests have none."""
+    stop_tokens = True
+    """Whether requests may have ``stop_token_ids``."""
 
     def ask(self, live, *history, tools=(), choice="auto", parallel=True, schema=None, thinking=None, stream=False, **more):
         if choice not in ("auto", "required", "none"):
@@ -110,6 +114,8 @@ class Responses:
     refused = openai.BadRequestError
     thinks = False
     cut = staticmethod(lambda text: text)
+    stops = None
+    stop_tokens = False
 
     def ask(self, live, *history, tools=(), choice="auto", parallel=True, schema=None, stream=False, max_tokens=300, **more):
         items = [{"role": "user", "content": QUESTION}]
@@ -131,7 +137,9 @@ class Responses:
             assert deltas == "".join(map(self._text, found.output))
         calls = [one for one in found.output if one.type == "function_call"]
         reasoning = "".join(self._text(one) for one in found.output if one.type == "reasoning")
-        reason = "length" if found.status == "incomplete" else "calls" if calls else "stop"
+        whole = [one.status == "completed" for one in calls]
+        assert all(whole[:-1])
+        reason = "length" if found.status == "incomplete" else "calls" if calls and all(whole) else "stop"
         answer = Answer(found.output_text, reasoning, [Call(one.name, parsed(one.arguments)) for one in calls], reason)
         return Given(answer, found.output, [one.call_id for one in calls])
 
@@ -145,6 +153,8 @@ class Messages:
     refused = anthropic.BadRequestError
     thinks = True
     cut = staticmethod(lambda text: {})
+    stops = staticmethod(lambda text: ({"stop_sequences": [text]}, "stop_sequence"))
+    stop_tokens = False
 
     def ask(
         self, live, *history, tools=(), choice="auto", parallel=True, schema=None, thinking=None, stream=False, max_tokens=300, **extra
