@@ -114,7 +114,7 @@ def _of_lines(file: Path, argument: str) -> list[str]:
     for number, line in enumerate(read_text(file, "train", argument).split("\n"), 1):
         if line.strip():
             try:
-                documents.append(_text_of(json.loads(line, object_pairs_hook=_object)))
+                documents.append(_text_of(json.loads(line, object_pairs_hook=_Object)))
             except (ValueError, RecursionError) as error:
                 reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
                 remedy = "Convert other files to text, or to tokens."
@@ -122,16 +122,20 @@ def _of_lines(file: Path, argument: str) -> list[str]:
     return documents
 
 
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for several texts, of which Python would keep the last."""
-    if sum(name == "text" for name, _ in fields) > 1:
-        raise ValueError('"text" is there several times')
-    return dict(fields)
+class _Object(dict[str, Any]):
+    """An object of JSON."""
+
+    def __init__(self, fields: list[tuple[str, Any]]) -> None:
+        super().__init__(fields)
+        self.texts = sum(name == "text" for name, _ in fields)
+        """How many texts it has. A dict keeps the last one."""
 
 
 def _text_of(found: Any) -> str:
     """The text of an object. Raises ValueError."""
-    text = found.get("text") if isinstance(found, dict) else None
+    if isinstance(found, _Object) and found.texts > 1:
+        raise ValueError('"text" is there several times')
+    text = found.get("text") if isinstance(found, _Object) else None
     if not isinstance(text, str):
         raise ValueError(f"no such string in {shortened(found)}")
     text.encode()  # raises an error for half of a surrogate pair
@@ -152,6 +156,9 @@ def _tokens(file: Path, tokenizer: Tokenizer, argument: str) -> tuple[Any, Tenso
         tokens = numpy.load(file, mmap_mode="r") if _kind(file) == ".npy" else numpy.memmap(file, numpy.uint16, "r")
     except (OSError, ValueError, EOFError) as error:
         _refuse(argument, file, "a file of tokens", str(error))
+    if not isinstance(tokens, numpy.ndarray):
+        tokens.close()
+        _refuse(argument, file, "a file of tokens", "an archive of arrays, as numpy.savez writes", "Save one array with numpy.save.")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         _refuse(argument, file, "a row of integers", f"{tokens.dtype} of shape {list(tokens.shape)}")
     least, most = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)

@@ -20,7 +20,7 @@ from ..errors import Complaints, MissingExtra, PenstockError, RangeError
 from ..files import escape_unwritable
 from ..models import CausalLM, load
 from ..models.streaming import stream
-from ..models.tokenizers import Stream, Tokenizer, ends_of, load_tokenizer
+from ..models.tokenizers import Stream, Tokenizer, ends_of, load_tokenizer, special_tokens_of
 from .scoring import score
 
 GENERATED = 256
@@ -78,14 +78,14 @@ class Answers:
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         count = next((int(options[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in options), GENERATED)
         sampling = options.get("do_sample", float(options.get("temperature", 0)) > 0)
-        begin = self.coder.encode(context) or self.begin
+        begin, special = self.coder.encode(context) or self.begin, special_tokens_of(self.coder)
         tokens = stream(
             self.language_model,
             begin,
             count,
             temperature=float(options.get("temperature", 1)) if sampling else 0,
             top_p=float(options.get("top_p", 1)),
-            end=ends_of(self.coder),
+            end={*ends_of(self.coder), *(special[stop] for stop in until if stop in special)},
             vocab_size=min(self.coder.vocab_size, self.language_model.config.vocab_size),
         )
         return _until(self.coder.stream(begin), tokens, until)

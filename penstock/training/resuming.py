@@ -14,6 +14,7 @@ import torch
 from ..errors import Complaints, RangeError, shortened
 from ..models import CausalLM, Config, load
 from ..models.checkpoints.distributed import METADATA
+from .ranks import Ranks
 from .settings import FUNCTION, Training
 from .shards import FOLDER
 
@@ -23,6 +24,10 @@ RESUMED = ("optimizer.pt", "scheduler.pt")
 """Files that the Trainer would silently replace by new state if they are missing."""
 SHARDED = (f"{FOLDER}/{METADATA}", "scheduler.pt")
 """The same files of sharded models."""
+
+
+RANDOM = "rng_state.pth"
+"""The file with the states of random numbers of one process; of several, each has its own, as ``rng_state_0.pth``."""
 
 
 def last_whole(output: Path, before: float = float("inf")) -> Path | None:
@@ -50,7 +55,21 @@ def last_checkpoint(training: Training, config: Config) -> Path | None:
 
 def _missing(checkpoint: Path) -> list[str]:
     """The files without which a run cannot continue from a checkpoint."""
-    return [name for name in (SHARDED if (checkpoint / FOLDER).is_dir() else RESUMED) if not (checkpoint / name).is_file()]
+    needed = [*(SHARDED if (checkpoint / FOLDER).is_dir() else RESUMED), *_of_random(checkpoint)]
+    return [name for name in needed if not (checkpoint / name).is_file()]
+
+
+def _of_random(checkpoint: Path) -> list[str]:
+    """The names of the files with states of random numbers: those of all ranks up to the last one that has a file."""
+    found = [re.fullmatch(r"rng_state_([0-9]{1,9})\.pth", one.name, re.ASCII) for one in checkpoint.glob("rng_state_*.pth")]
+    last = max((int(match[1]) for match in found if match), default=None)
+    return [RANDOM] if last is None or (checkpoint / RANDOM).is_file() else [f"rng_state_{rank}.pth" for rank in range(last + 1)]
+
+
+def of_random(checkpoint: Path, ranks: Ranks) -> str | None:
+    """The name of the file with the states of random numbers of a rank; None if another number of ranks wrote the checkpoint."""
+    names = _of_random(checkpoint)
+    return names[ranks.rank] if len(names) == ranks.count else None
 
 
 def _config(checkpoint: Path) -> Config:

@@ -18,7 +18,7 @@ from . import shards
 from .batches import Batches, Loader
 from .data import IGNORED, Windows
 from .ranks import Context, Ranks
-from .resuming import reading, whole_model
+from .resuming import of_random, reading, whole_model
 from .schedule import rate
 from .settings import FUNCTION, Training
 
@@ -203,8 +203,9 @@ def make_trainer(
                 group.update(own, lr=rate_now)
 
         def _load_rng_state(self, checkpoint: str | None) -> None:
-            if checkpoint is not None:
-                with reading(Path(checkpoint), f"rng_state{f'_{ranks.rank}' * (ranks.count > 1)}.pth"):
+            name = None if checkpoint is None else of_random(Path(checkpoint), ranks)
+            if checkpoint is not None and name is not None:
+                with reading(Path(checkpoint), name):
                     super()._load_rng_state(checkpoint)
 
         # The optimizer

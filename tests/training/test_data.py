@@ -26,7 +26,8 @@ def test_text_files_become_documents(tmp_path):
 
 
 def test_lines_of_json_become_documents(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes('{"text": "ab\\n--é"}\r\n\n{"id": 3, "text": "\u2028"}\n{"text": ""}\n'.encode())
+    more = '{"id": {"text": 1, "text": [{"text": 2}]}, "text": "\u2028"}'
+    (tmp_path / "a.jsonl").write_bytes(f'{{"text": "ab\\n--é"}}\r\n\n{more}\n{{"text": ""}}\n'.encode())
     corpus = read([tmp_path / "a.jsonl"], ENDING)
     assert corpus.tokens.tolist() == [*"ab\n--é".encode(), 256, *"\u2028".encode(), 256]
     assert corpus.begins.tolist() == [0, 8]
@@ -106,6 +107,10 @@ def test_wrong_files_raise(tmp_path):
         read([tmp_path / "a.npy"], Bytes())
     (tmp_path / "b.npy").write_text("no array")
     with pytest.raises(RangeError, match="data must be a file of tokens"):
+        read([tmp_path / "b.npy"], Bytes())
+    with (tmp_path / "b.npy").open("wb") as file:
+        numpy.savez(file, a=numpy.arange(3))
+    with pytest.raises(RangeError, match=r"data must be a file of tokens, got .*b\.npy' \(an archive of arrays.*Save one array"):
         read([tmp_path / "b.npy"], Bytes())
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(RangeError, match="data must be files with tokens"):

@@ -10,7 +10,7 @@ from tokenizer_files import tokenizer_of
 from penstock import RangeError
 from penstock.errors import MissingExtra
 from penstock.models import CausalLM, gla, load, rwkv6, save
-from penstock.models.tokenizers import Bytes
+from penstock.models.tokenizers import Bytes, ends_of
 from penstock.training.lm_eval import Answers, main, register
 
 
@@ -102,6 +102,17 @@ def test_generation_is_greedy_unless_sampling_is_asked_for(answers, monkeypatch)
         answers.generate_until([asked("a", options)])
     assert [options["temperature"] for _, options in seen] == [0, 0, 0.7, 1]
     assert [count for count, _ in seen] == [256, 256, 3, 256]
+
+
+def test_generation_stops_at_special_tokens_among_the_strings(answers, monkeypatch):
+    """They have no text."""
+    seen = []
+    monkeypatch.setattr(answers.coder, "special_tokens", {"<end>": 7, "<other>": 8}, raising=False)
+    monkeypatch.setattr("penstock.training.lm_eval.stream", lambda *_, end, **options: seen.append(end) or iter(()))
+    for until in "<end>", ["a", "<end>"], []:
+        answers.generate_until([asked("a", {"until": until})])
+    ends = ends_of(answers.coder)
+    assert seen == [ends | {7}, ends | {7}, ends]
 
 
 def test_the_model_is_registered(model, tmp_path, monkeypatch):

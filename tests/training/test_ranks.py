@@ -11,11 +11,12 @@ from runs import content, losses, run
 
 from penstock import RangeError
 from penstock.models import load
+from penstock.models.checkpoints.native import stored
 from penstock.training import shards
 from penstock.training.batches import Batches
 from penstock.training.data import FILLER
 from penstock.training.ranks import Ranks, find_ranks
-from penstock.training.resuming import last_checkpoint
+from penstock.training.resuming import last_checkpoint, of_random
 from penstock.training.settings import parse
 
 pytest.importorskip("transformers")
@@ -143,10 +144,37 @@ def test_a_sharded_checkpoint_that_is_not_whole_is_named(tmp_path):
     given = parse(content(tmp_path, "run", mesh=SHARDED))
     checkpoint = tmp_path / "run" / "checkpoint-3"
     (checkpoint / "shards").mkdir(parents=True)
-    for name in ("trainer_state.json", "scheduler.pt"):
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state_0.pth"):
         (checkpoint / name).write_text("{}")
     with pytest.raises(RangeError, match=r"a folder of whole checkpoints, got '.*checkpoint-3' without shards/\.metadata\. Remove this"):
         last_checkpoint(given.training, ARCHITECTURES["gla"])
+
+
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ("rng_state.pth", None),
+        ("rng_state_0.pth rng_state_1.pth", None),
+        ("", "rng_state.pth"),
+        ("rng_state_1.pth rng_state_3.pth", "rng_state_0.pth and rng_state_2.pth"),
+    ],
+)
+def test_states_of_random_numbers_that_are_missing_are_named(tmp_path, written, missing):
+    """Any number of ranks continues from a checkpoint of any other; only the same number continues the random numbers."""
+    given = parse(content(tmp_path, "run", mesh=SHARDED))
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    (checkpoint / "shards").mkdir(parents=True)
+    for name in ("trainer_state.json", "scheduler.pt", "shards/.metadata", *written.split()):
+        (checkpoint / name).write_text("{}")
+    (checkpoint / "config.json").write_text(json.dumps(stored(ARCHITECTURES["gla"])))
+    if missing is None:
+        assert last_checkpoint(given.training, ARCHITECTURES["gla"]) == checkpoint
+        for count in 1, 2, 3:
+            names = [of_random(checkpoint, Ranks(count, 1, rank)) for rank in range(count)]
+            assert names == (written.split() if count == len(written.split()) else [None] * count)
+    else:
+        with pytest.raises(RangeError, match=rf"checkpoint-3' without {missing}\. Remove this"):
+            last_checkpoint(given.training, ARCHITECTURES["gla"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -151,6 +151,27 @@ def test_a_damaged_file_of_a_checkpoint_is_named(settings, tmp_path, name, damag
     assert train(settings(training__steps=4)).steps == 4
 
 
+MISSING = {
+    name: (name,) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors")
+} | {"several": ("optimizer.pt", "rng_state.pth")}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", MISSING.values(), ids=MISSING)
+def test_a_missing_file_of_a_checkpoint_is_named(settings, tmp_path, names):
+    """But trainer_state.json: the Trainer writes it last, and a checkpoint without it is one that is not whole."""
+    train(settings(training__steps=4))
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert {one.name for one in checkpoint.iterdir()} - {"training_args.bin"} == {"trainer_state.json"}.union(*MISSING.values())
+    for name in names:
+        (checkpoint / name).unlink()
+    with pytest.raises(RangeError) as caught:
+        train(settings(training__steps=5))
+    message = str(caught.value)
+    assert message.startswith("train: training.output must be a folder of whole checkpoints, got ")
+    assert all(name in message for name in names)
+    assert message.endswith(f"Remove this checkpoint: the same command then continues from {tmp_path}/run/checkpoint-3.")
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_state_of_another_training_is_named(settings, tmp_path, name):
     train(settings(training__steps=2))

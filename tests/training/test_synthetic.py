@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from clocks import Simulated
 
 from penstock.models import CausalLM
 from penstock.training import synthetic
@@ -38,7 +39,8 @@ def test_every_architecture_takes_every_task(architecture, task, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rwkv6_learns_two_pairs():
+def test_rwkv6_learns_two_pairs(monkeypatch):
+    monkeypatch.setattr(synthetic, "time", Simulated(step=0.1))  # 400 steps on any machine
     recall = Recall(2, 8, 8)
     torch.manual_seed(0)
     with using_threads(1):
@@ -47,7 +49,8 @@ def test_rwkv6_learns_two_pairs():
 
 
 @pytest.mark.slow
-def test_rwkv7_learns_to_reverse_numbers():
+def test_rwkv7_learns_to_reverse_numbers(monkeypatch):
+    monkeypatch.setattr(synthetic, "time", Simulated(step=0.15))  # 600 steps on any machine
     task = Reversal(3)
     torch.manual_seed(0)
     with using_threads(1):
