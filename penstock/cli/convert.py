@@ -21,6 +21,8 @@ TOKENIZERS = (
     *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt", "chat_template.jinja"),
 )
 """Files of a folder that are copied as they are."""
+TEMPLATES = "additional_chat_templates"
+"""A folder of such files."""
 
 
 def convert(
@@ -80,7 +82,8 @@ def convert(
         source, dtype=DTYPES.get(dtype), state=state, adapter=adapter, adapter_alpha=adapter_alpha, adapter_init=adapter_init
     )  # fmt: skip
     save(model, target, to, overwrite=overwrite)
-    copied = copy_beside(source, target, TOKENIZERS, overwrite) if source.is_dir() and target.is_dir() else []
+    names = [*TOKENIZERS, *(f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja")))]
+    copied = copy_beside(source, target, names, overwrite) if source.is_dir() and target.is_dir() else []
     sizes = {name: getattr(model.config, name) for name in ("num_layers", "hidden_size", "vocab_size")}
     kinds = ", ".join(dict.fromkeys(one.kind for one in model.config.mixers))
     weights = list(model.parameters())

@@ -42,10 +42,13 @@ def test_dtype_and_tokenizers(tmp_path: Path) -> None:
     source = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     done = convert(source, tmp_path / "half", "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1] == "copied tokenizer.json, chat_template.jinja"
+    assert done.output.splitlines()[-1] == "copied tokenizer.json, chat_template.jinja, additional_chat_templates/tool_use.jinja"
     assert (tmp_path / "half/chat_template.jinja").read_text() == "{{ messages }}"
+    assert (tmp_path / "half/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
     assert {x.dtype for x in load(tmp_path / "half").parameters()} == {torch.bfloat16}
 
 
@@ -115,6 +118,7 @@ def test_errors(tmp_path: Path) -> None:
         (source, source, "--to", "blinkdl"): "convert: DST must be apart from SRC",
         (source, tmp_path / "x.pth"): f"convert: DST must be a folder, got '{tmp_path}/x.pth', a name of a file. Take '{tmp_path}/x'."
         " Of the formats, only blinkdl is one file.",
+        (source, tmp_path / "x.gguf"): f"convert: DST must be a folder, got '{tmp_path}/x.gguf', a name of a file. Take '{tmp_path}/x'.",
         (source, tmp_path / "file"): "convert: DST must be a folder that can be written",
         (source, tmp_path, "--to", "blinkdl"): "convert: DST must be a file that can be written",
         (other, tmp_path / "x", "--to", "blinkdl"): "save: format must be one of penstock, fla for this model, got 'blinkdl'",
@@ -132,7 +136,7 @@ def test_errors(tmp_path: Path) -> None:
         done = convert(*words)
         assert done.exit_code == 2, words
         assert done.output.startswith(message), done.output
-    assert not (tmp_path / "x").exists()
+    assert not [*tmp_path.glob("x*")]
     assert convert(source, other, "--overwrite").exit_code == 0
     assert load(other).config.mixers[0].kind == "rwkv6"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from formulas import error, literal_logits
 from sampling import every
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from penstock.layers import Sequences
 from penstock.layers.arguments import mapped
@@ -311,6 +314,24 @@ def test_gradient_checkpointing_changes_no_bits(name: str, ids: Tensor) -> None:
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(x, y) for found in results[1:] for x, y in zip(results[0], found))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_selective_checkpoints_of_torch(name: str, ids: Tensor) -> None:
+    """Layers run in a mode, which saves the results of products."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for checkpointing in (False, True):
+        model = model_of(name)
+        for layer in model.layers if checkpointing else ():
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(error(x, y) < 1e-4 for x, y in zip(*found))
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "gla", "mamba2"])

@@ -18,6 +18,8 @@ from penstock import DtypeError, InvalidArgument, RangeError
 from penstock.models import CausalLM, linear, load, save
 from penstock.models import gla as gla_config
 from penstock.models import rwkv6 as rwkv6_config
+from penstock.models.checkpoints.archive import SUFFIXES
+from penstock.models.checkpoints.writing import NOT_WRITTEN
 
 pytestmark = pytest.mark.sampled(file=True)
 
@@ -218,8 +220,12 @@ def test_wrong_arguments_of_save(tmp_path: Path) -> None:
     assert "overwrite must be a bool" in str(caught.value)
     with pytest.raises(InvalidArgument, match="save: model must be on a device with memory"):
         save(CausalLM(rwkv6_config(**SMALL, head_size=8)).to("meta"), tmp_path / "new")
-    with pytest.raises(RangeError, match=r"path must be the name of a file of torch or of safetensors, such as model\.pth"):
-        save(model, tmp_path / "model.st", "blinkdl")
+    for name in ("model.st", *(f"model{end}" for end in NOT_WRITTEN), "MODEL.GGUF"):
+        with pytest.raises(RangeError, match=r"path must be the name of a file of torch or of safetensors, such as model\.pth"):
+            save(model, tmp_path / name, "blinkdl")
+    for name in (*(f"model{end}" for end in (*SUFFIXES, *NOT_WRITTEN)), "MODEL.GGUF"):
+        with pytest.raises(RangeError, match=r"path must be a folder, got .*, a name of a file. Take .*/(model|MODEL)'"):
+            save(model, tmp_path / name)
     for path, form in ((tmp_path / "file" / "new", "penstock"), (tmp_path / "file" / "new.pth", "blinkdl")):
         with pytest.raises(OSError, match="save: path must be a place that can be written"):
             save(model, path, form)

@@ -23,7 +23,7 @@ from .layout import Format, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
-from .writing import SHARD, write_file, write_folder, writing
+from .writing import NOT_WRITTEN, SHARD, write_file, write_folder, writing
 
 FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA, GGUF)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS if one is not GGUF))
@@ -251,7 +251,7 @@ def save(
         why = "; ".join(f"{form.title}: {reasons[form]}" for form in FORMATS if form.name == format)
         rule = f"one of {', '.join(form.name for form in FORMATS if reasons[form] is None)} for this model"
         complaints.add(RangeError, "format", rule, f"{format!r}{f' ({why})' * bool(why)}")
-    if possible and possible[0].stored is None and Path(path).suffix in (".st", ".gguf", ".json"):
+    if possible and possible[0].stored is None and Path(path).suffix.lower() in (".st", *NOT_WRITTEN):
         rule = "the name of a file of torch or of safetensors, such as model.pth"
         complaints.add(RangeError, "path", rule, repr(str(path)), "Name another file.")
     complaints.raise_any()

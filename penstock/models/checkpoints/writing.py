@@ -25,6 +25,8 @@ SHARD = 5 * 2**30
 CONFIG = "config.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Names of files of weights in folders, ours and those of public models."""
+NOT_WRITTEN = (".gguf", ".ggml", ".json", ".onnx", ".msgpack", ".h5")
+"""Ends of names of files that no format writes."""
 FLAG = "replace it with overwrite=True"
 """The argument of ``save`` that allows overwriting."""
 FULL = "The disk may be full."
@@ -73,7 +75,7 @@ def check_folder(complaints: Complaints, argument: str, path: Path, overwrite: b
     if path.exists() and not path.is_dir():
         complaints.add(RangeError, argument, "a folder", f"{str(path)!r}, which is a file", "Name another one.")
         return []
-    if path.suffix in SUFFIXES and not path.exists():
+    if path.suffix.lower() in (*SUFFIXES, *NOT_WRITTEN) and not path.exists():
         remedy = f"Take {str(path.with_suffix(''))!r}. Of the formats, only blinkdl is one file."
         complaints.add(RangeError, argument, "a folder", f"{str(path)!r}, a name of a file", remedy)
     entries = sorted(path.iterdir()) if path.is_dir() else []
@@ -161,6 +163,8 @@ def copy_beside(source: Path, target: Path, names: Iterable[str], overwrite: boo
         new.mkdir()
         old.mkdir()
         for name in found:
+            for folder in (new, old, target):
+                (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, new / name)
         present = [name for name in found if (target / name).is_file()]
         _move([*((target / name, old / name) for name in present), *((new / name, target / name) for name in found)])

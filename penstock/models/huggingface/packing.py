@@ -140,16 +140,22 @@ def _of_numbers(complaints: Complaints, x: Tensor, keep: Tensor | None) -> Tenso
 
 def _of_positions(complaints: Complaints, x: Tensor, keep: Tensor | None) -> Tensor:
     """Offsets of ``position_ids`` [B,T]: a sequence begins where a position is not 1 more than the previous one. Padding has none."""
-    step = x[:, 1:].long() - x[:, :-1].long()
-    if keep is not None:  # of the last token before it that is not padding
-        index = torch.arange(x.shape[1], device=x.device).where(keep, 0).cummax(1).values
-        step = x[:, 1:].long() - x.long().gather(1, index)[:, :-1]
-        step = step.where(keep[:, 1:] & (keep.cumsum(1)[:, :-1] > 0), 1)
+    step = steps(x, keep)
     least, most = torch.stack(step.aminmax()).tolist()
     if most > 1:
         rule = "that of the token before plus 1, or begin again, within each row"
         complaints.add(RangeError, "position_ids", rule, f"one that is {most} further", "Positions are counted here; none is left out.")
     return _begun(step <= 0) if least <= 0 else torch.arange(len(x) + 1, device=x.device) * x.shape[1]
+
+
+def steps(positions: Tensor, keep: Tensor | None) -> Tensor:
+    """What each position of ``position_ids`` [B,T] but the first is further than the previous one: [B,T-1], 1 at padding."""
+    x = positions.long()
+    if keep is None:
+        return x[:, 1:] - x[:, :-1]
+    index = torch.arange(x.shape[1], device=x.device).where(keep, 0).cummax(1).values  # of the last token before that is not padding
+    step = x[:, 1:] - x.gather(1, index)[:, :-1]
+    return step.where(keep[:, 1:] & (keep.cumsum(1)[:, :-1] > 0), 1)
 
 
 def _begun(new: Tensor) -> Tensor:
