@@ -4,7 +4,7 @@ The fake is a queue. A call enqueues work and returns; ``synchronize`` takes the
 work, replaying it enqueues it again.
 """
 
-import time
+import time as real
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from io import StringIO
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from clocks import Simulated
 from measurements import SMALL, measured
 from rich.console import Console
 
@@ -38,8 +39,7 @@ class Queue:
         self.stream, self.sync_mode = "main", 0
         self.under_way, self.captures = [], 0
         self.allocated, self.peak = 1000, 0
-        self.now = None
-        """Simulated time, which only the queue advances; None: real time."""
+        self.time = real
 
     def launch(self, seconds):
         if self.capturing is not None:
@@ -53,10 +53,7 @@ class Queue:
             raise RuntimeError("operation not permitted when stream is capturing")
         if self.sync_mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
-        if self.now is None:
-            time.sleep(self.queued)
-        else:
-            self.now += self.queued
+        self.time.sleep(self.queued)
         self.queued = 0.0
 
     @contextmanager
@@ -96,7 +93,7 @@ def gpu(monkeypatch):
             assert enable_timing
 
         def record(self):
-            self.at = time.perf_counter() + queue.queued
+            self.at = queue.time.perf_counter() + queue.queued
 
         def synchronize(self):
             queue.wait()
@@ -136,38 +133,48 @@ def gpu(monkeypatch):
         yield queue
 
 
-def test_graph_replays_take_gpu_time_and_events_end_to_end_time(gpu):
+@pytest.fixture
+def simulated(gpu, monkeypatch):
+    """The fake GPU in simulated time, which passes on the GPU and where a call sleeps."""
+    gpu.time = Simulated()
+    monkeypatch.setattr(clock, "time", gpu.time)
+    return gpu
+
+
+def test_graph_replays_take_gpu_time_and_events_end_to_end_time(simulated):
     def call():
-        time.sleep(2e-3)  # the host
-        gpu.launch(2e-4)
+        simulated.time.sleep(2e-3)  # the host
+        simulated.launch(2e-4)
 
     graph = clock.captured(call, CPU)
     assert isinstance(graph, clock.Replay)
     end_to_end, replayed = clock.in_turn([call, graph.replay], CPU, 0.05)
-    assert min(end_to_end) >= 1.9
-    assert sorted(replayed)[len(replayed) // 2] / graph.calls < 1
-    assert 1.9e-3 < clock.host_seconds(call, CPU) < 8e-3
+    assert end_to_end == pytest.approx([2.2] * len(end_to_end))
+    assert [one / graph.calls for one in replayed] == pytest.approx([0.2] * len(replayed))
+    assert clock.host_seconds(call, CPU) == pytest.approx(2e-3)
 
 
-def test_gpu_time_is_of_one_call(gpu):
-    seen, on_gpu = _timed([lambda: gpu.launch(2e-4)], CPU, 0.05)[0]
-    assert 0.2 <= on_gpu.milliseconds < 1  # the graph has several calls
-    assert on_gpu.quartiles[0] <= on_gpu.milliseconds <= on_gpu.quartiles[1]
-    assert min(seen) >= 0.2
+def test_gpu_time_is_of_one_call(simulated):
+    seen, on_gpu = _timed([lambda: simulated.launch(2e-4)], CPU, 0.05)[0]
+    assert on_gpu.milliseconds == pytest.approx(0.2)  # the graph has several calls
+    assert on_gpu.quartiles == pytest.approx((0.2, 0.2))
+    assert seen == pytest.approx([0.2] * len(seen))
 
 
-def test_graphs_repeat_short_calls_and_exclude_long_ones(gpu, monkeypatch):
-    gpu.now = 0.0
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
-    assert clock.captured(lambda: gpu.launch(1e-6), CPU).calls == clock.GRAPH_CALLS
-    assert clock.captured(lambda: gpu.launch(3e-4), CPU).calls == 6
-    assert clock.captured(lambda: gpu.launch(0.01), CPU).calls == 1
-    assert clock.captured(lambda: gpu.launch(0.06), CPU) == "a call takes more than 50 ms"
-    assert gpu.captures == 3
+def test_graphs_repeat_short_calls_and_exclude_long_ones(simulated):
+    assert clock.captured(lambda: simulated.launch(1e-6), CPU).calls == clock.GRAPH_CALLS
+    assert clock.captured(lambda: simulated.launch(3e-4), CPU).calls == 6
+    assert clock.captured(lambda: simulated.launch(0.01), CPU).calls == 1
+    assert clock.captured(lambda: simulated.launch(0.06), CPU) == "a call takes more than 50 ms"
+    assert simulated.captures == 3
 
 
-def test_host_time_excludes_gpu_time(gpu):
-    assert clock.host_seconds(lambda: gpu.launch(0.02), CPU) < 1e-3
+def test_host_time_excludes_gpu_time(simulated):
+    def call():
+        simulated.time.sleep(3e-4)
+        simulated.launch(0.02)
+
+    assert clock.host_seconds(call, CPU) == pytest.approx(3e-4)
 
 
 def test_synchronizing_calls_are_not_captured(gpu):

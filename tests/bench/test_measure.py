@@ -2,11 +2,11 @@
 
 import sys
 from dataclasses import replace
-from time import sleep
 from types import ModuleType
 
 import pytest
 import torch
+from clocks import Simulated
 from measurements import SMALL, refusing, wrong
 
 from penstock import RangeError, ShapeError
@@ -207,18 +207,19 @@ def test_states_with_values_first_are_compared_as_others():
     assert measure("a", x, "decode", [replace(loop(x), step=step, values_first=True)], seconds=0.001).timings[0].error < 1e-6
 
 
-def test_first_call_is_timed_separately():
-    slept = []
+def test_first_call_is_timed_separately(monkeypatch):
+    time, calls = Simulated(step=1e-4), []  # what else is timed takes no time of its own
 
     def forward(x: Inputs) -> torch.Tensor:
-        if not slept:
-            slept.append(sleep(0.1))
+        time.sleep(1e-3 if calls else 0.1)
+        calls.append(x)
         return token_loop(x)[0]
 
+    monkeypatch.setattr(clock, "time", time)
     x = inputs("gla", SMALL)
     timing = measure("small", x, "fwd", [Candidate("slow at first", forward, token_loop, loop(x).budget)], seconds=0.002).timings[0]
-    assert timing.first_call_seconds >= 0.1
-    assert timing.milliseconds < 50
+    assert timing.first_call_seconds == pytest.approx(0.1 + 1e-4)
+    assert timing.milliseconds == pytest.approx(1 + 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -254,13 +255,14 @@ def test_unavailable_peers_raise_with_a_reason():
 
 def test_token_loop_uses_one_thread_if_its_median_time_is_lower(monkeypatch):
     """The median decides: two threads are fast once and slow otherwise."""
-    slept = []
+    time, slept = Simulated(), []
 
     def token_loop(x):
         slept.append(torch.get_num_threads())
-        sleep(0.01 if torch.get_num_threads() == 1 else 0.001 if slept.count(2) == 2 else 0.05)
+        time.sleep(0.01 if torch.get_num_threads() == 1 else 0.001 if slept.count(2) == 2 else 0.05)
 
     monkeypatch.setattr("penstock.bench.candidates.token_loop", token_loop)
+    monkeypatch.setattr("penstock.bench.candidates.perf_counter", time.perf_counter)
     with using_threads(2):
         assert loop(inputs("gla", SMALL)).threads == 1
     assert set(slept) == {1, 2}

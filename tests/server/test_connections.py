@@ -12,7 +12,7 @@ import httpx
 import pytest
 from live_server import process, running, save_checkpoint, sent
 
-from penstock.server import connection
+from penstock.server import connection, streaming
 from penstock.server.limits import Limits
 from penstock.server.quotas import Quota
 
@@ -68,32 +68,41 @@ def send(one, content):
     return thread
 
 
-def settle(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def left(live):
-    """Bytes that the server has to send, of each connection."""
-    return [one.transport.get_write_buffer_size() for one in list(live.server.server_state.connections)]
-
-
 @pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.usefixtures("narrow_server")
 def test_a_client_that_does_not_read_is_dropped_after_a_time(model, monkeypatch, tmp_path, name):
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 1)
+    left, check = [], connection.Connection._check_reading
+
+    def checked(self):
+        left.append(self.transport.get_write_buffer_size())
+        check(self)
+
+    monkeypatch.setattr(connection.Connection, "_check_reading", checked)
     with running(model, Limits(), states_folder=tmp_path) as live:
         monkeypatch.setattr(live.service.states, "content", lambda _: bytes(30_000_000))
         silent = narrow(live)
         send(silent, UNREAD[name])
-        assert settle(lambda: any(size > 0 for size in left(live)), 20), "nothing was left to send"
-        assert max(left(live)) < 2**19, "an answer is copied to its connection as far as it is read"
-        assert settle(lambda: not live.server.server_state.connections, 10), left(live)
+        live.reaches(lambda: any(left))
+        live.reaches(lambda: not live.server.server_state.connections)
+        assert max(left) < 2**19, "an answer is copied to its connection as far as it is read"
         silent.close()
         live.settles()
         assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+@pytest.mark.usefixtures("narrow_server")
+def test_a_client_that_does_not_read_keeps_no_slot_and_is_dropped_after_a_time(model, monkeypatch):
+    monkeypatch.setattr(streaming, "LAST_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 1)
+    with running(model, Limits(seconds=0.5), slots=4) as live, narrow(live) as silent:
+        silent.sendall(sent({**LONG, "stream": True, "n": 4, "logprobs": 20}))
+        live.reaches(lambda: live.engine.stats.generated_tokens > 0)
+        live.service.limits = Limits()
+        assert httpx.post(f"{live.url}/v1/completions", json=SHORT, timeout=60).json()["usage"]["completion_tokens"] == 5
+        live.settles()
+        live.reaches(lambda: not live.server.server_state.connections)
+        assert live.engine.stats.generated_tokens < LONG["max_tokens"]
 
 
 def test_a_client_that_reads_slowly_but_steadily_gets_its_answer(model, monkeypatch, tmp_path):
@@ -202,7 +211,7 @@ def test_a_request_that_waits_for_its_quota_while_the_server_ends_is_refused(mod
     with running(model) as live, live.connect() as one:
         monkeypatch.setattr(live.engine, "submit", None)  # nothing of it may come so far
         one.sendall(sent(LONG))
-        content = one.recv(2**16)
+        content = b"".join(iter(lambda: one.recv(2**16), b""))
         assert content.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"shutting_down"' in content
 
@@ -283,7 +292,7 @@ def test_connections_without_requests_make_room_for_others(model, monkeypatch):
             one.sendall(sent({**LONG, "stream": True}))
         time.sleep(0.5)
         with live.connect() as one:
-            assert b'"code":"too_many_connections"' in one.recv(2**16)
+            assert b'"code":"too_many_connections"' in b"".join(iter(lambda one=one: one.recv(2**16), b""))
         assert idle[0].recv(1) == b""
         for one in [*idle, *busy]:
             one.close()

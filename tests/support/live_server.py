@@ -64,6 +64,13 @@ class Live:
         assert len(caught.value.body["message"]) < 400
         self.settles()
 
+    def reaches(self, condition, seconds=100):
+        """Wait until a condition holds, as long as a busy machine takes."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
     def settles(self):
         """Nothing runs or waits any more, and no slot is lost."""
         for _ in range(1000):
