@@ -163,11 +163,13 @@ RANDOM = [
     [
         ("delta_rule", 128, 128, BFLOAT16),
         ("gated_delta_rule", 128, 128, BFLOAT16),
+        ("gated_delta_rule", 128, 128, FLOAT16),
         ("gated_delta_rule", 256, 128, BFLOAT16),
         ("kda", 128, 128, BFLOAT16),
         ("kda", 64, 64, BFLOAT16),
         ("kda", 128, 128, FLOAT16),
         ("rwkv7", 64, 64, BFLOAT16),
+        ("rwkv7", 64, 64, FLOAT16),
     ],
     ids=str,
 )
