@@ -11,10 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from zlib import crc32
-
-import triton.testing
 
 
 def compile_share(rank: int, processes: int) -> None:
@@ -42,25 +39,18 @@ def compile_share(rank: int, processes: int) -> None:
     JITFunction.run, Autotuner.run = run, tuned
 
 
-def tune_briefly() -> None:
-    """Time each configuration for 30 ms after 8 ms, not for 100 after 25: of hundreds of configurations, the rest takes a minute."""
-    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=8, rep=30)
-
-
 def part(model: str) -> None:
     """One training step and one prompt of two layers: the second of RWKV-7 mixes values. A size of 1 would be compiled as a constant."""
     import torch
+    from fla_models import VOCABULARY, model_of_sizes, small_model
     from random_models import config_of
-    from training_step import fla_model
 
     if model.startswith("patched "):
-        import patched_fla
-
-        made, size = patched_fla.model_of(model.removeprefix("patched "), 2), patched_fla.V
+        made, size = small_model(model.removeprefix("patched "), 2), VOCABULARY
     else:
         config = config_of(model, num_layers=2)
         with torch.device("meta"):
-            made, size = fla_model(model, config), config.vocab_size
+            made, size = model_of_sizes(model, config), config.vocab_size
         made = made.to_empty(device="cuda")
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.02)

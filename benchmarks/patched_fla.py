@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import fla.models as fla
 import torch
-from compile_fla import tune_briefly
+from fla_models import VOCABULARY as V
+from fla_models import small_model, tune_briefly
 
 from penstock.compat import fla as compat
 
-B, T, V = 8, 2048, 4096
+B, T = 8, 2048
 
 
 def batch(step: int, follower: torch.Tensor) -> torch.Tensor:
@@ -51,18 +51,6 @@ def run(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor], s
     return losses, times
 
 
-def model_of(name: str, layers: int) -> torch.nn.Module:
-    """One of fla's models."""
-    sizes = {"hidden_size": 1024, "num_hidden_layers": layers, "vocab_size": V}
-    if name == "rwkv6":
-        return fla.RWKV6ForCausalLM(fla.RWKV6Config(**sizes, expand_k=1.0, num_heads=16))
-    if name == "rwkv7":
-        return fla.RWKV7ForCausalLM(fla.RWKV7Config(**sizes, head_dim=64))
-    if name == "gated_deltanet":
-        return fla.GatedDeltaNetForCausalLM(fla.GatedDeltaNetConfig(**sizes, num_heads=6, head_dim=128))
-    return fla.KDAForCausalLM(fla.KDAConfig(**sizes, num_heads=8, head_dim=128))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("rwkv6", "rwkv7", "gated_deltanet", "kda"), default="rwkv6")
@@ -72,7 +60,7 @@ def main() -> None:
     given = parser.parse_args()
     tune_briefly()
     torch.manual_seed(0)
-    make = partial(model_of, given.model, given.layers)
+    make = partial(small_model, given.model, given.layers)
     weights = {name: x.clone() for name, x in make().cuda().bfloat16().state_dict().items()}
     rows = {"fla": run(make, weights, given.steps)}
     nudged = {name: x * (1 + 2**-7) if "embeddings" in name else x for name, x in weights.items()}

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 
 import torch
-from compile_fla import tune_briefly
 from random_models import SIZES, config_of
 
 from penstock.models import CausalLM, Config
@@ -36,7 +35,7 @@ CLASSES = (  # first match: names of kernels by what they do
             "penstock_gated",
             "penstock_gdn",
             "penstock_kda",
-            "penstock_rwkv7_steps_sm90",
+            "penstock_rwkv7_steps",
             "penstock_rwkv7_chain",
             "penstock_rwkv7_gradients",
             "chunk_",
@@ -57,30 +56,12 @@ CLASSES = (  # first match: names of kernels by what they do
 )
 
 
-def fla_model(name: str, ours: Config):
+def fla_model(name: str, config: Config) -> torch.nn.Module:
     """fla's model of the same sizes."""
-    import fla.models as fla
+    import fla_models
 
-    tune_briefly()
-    sizes = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers, "vocab_size": ours.vocab_size}
-    mixer = ours.mixer
-    if name == "rwkv6":
-        config = fla.RWKV6Config(**sizes, expand_k=1.0, num_heads=32, intermediate_size=ours.channel.intermediate_size)
-        return fla.RWKV6ForCausalLM(config)
-    if name == "rwkv7":
-        from fla.layers.rwkv7 import RWKV7Attention
-
-        RWKV7Attention._initialize_weights = lambda self, module: None  # a loop over channels in Python; weights are random anyway
-        ranks = {
-            "decay_low_rank_dim": mixer.decay_rank, "a_low_rank_dim": mixer.rate_rank, "v_low_rank_dim": mixer.value_rank,
-            "gate_low_rank_dim": mixer.gate_rank,
-        }  # fmt: skip
-        return fla.RWKV7ForCausalLM(fla.RWKV7Config(**sizes, **ranks, head_dim=mixer.head_size))
-    if name in ("gated_deltanet", "kda"):
-        made = {"gated_deltanet": (fla.GatedDeltaNetConfig, fla.GatedDeltaNetForCausalLM), "kda": (fla.KDAConfig, fla.KDAForCausalLM)}
-        config, model = made[name]
-        return model(config(**sizes, num_heads=mixer.num_heads, head_dim=mixer.head_dim, expand_v=mixer.expand_v))
-    return fla.GLAForCausalLM(fla.GLAConfig(**sizes, num_heads=4))
+    fla_models.tune_briefly()
+    return fla_models.model_of_sizes(name, config)
 
 
 def synchronize() -> None:
