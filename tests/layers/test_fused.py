@@ -1,17 +1,13 @@
 """Fused element-wise kernels against their formulas in float64, under Triton's interpreter."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, SIZES, model_of
-from formulas import error
-from sampling import slow
+from fused_kernels import hold, normal
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decays, fused, norm_gate, rwkv7_chains, token_shift
-from penstock.layers.norms import RMSNorm
+from penstock.layers import decays, fused, norm_gate, rwkv7_chains, token_shift
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
@@ -23,27 +19,6 @@ token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_lau
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
 pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
-
-
-def hold(kernel, formula, tensors, *rest, dtype=torch.float32):
-    """Results and gradients of all float tensors are within a few roundings of the formula in float64."""
-    floats = [n for n, x in enumerate(tensors) if x is not None and x.is_floating_point()]
-    ours = [x if n not in floats else x.clone().requires_grad_() for n, x in enumerate(tensors)]
-    exact = [x if n not in floats else x.double().requires_grad_() for n, x in enumerate(tensors)]
-    found, wanted = kernel(*ours, *rest), formula(*exact)
-    found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
-    upstream = [normal(*x.shape, seed=n).to(y.dtype) for n, (x, y) in enumerate(zip(wanted, found))]
-    grads = torch.autograd.grad(found, [ours[n] for n in floats], upstream, allow_unused=True)
-    exact_grads = torch.autograd.grad(wanted, [exact[n] for n in floats], [d.double() for d in upstream], allow_unused=True)
-    for x, y in zip((*found, *grads), (*wanted, *exact_grads)):
-        assert (x is None) == (y is None)
-        if y is not None:
-            assert x.shape == y.shape
-            assert (x.double() - y).norm() <= 3 * torch.finfo(dtype).eps * y.norm() + 1e-30
 
 
 def sequences(packed):
@@ -282,89 +257,6 @@ def test_decays_of_low_rank(rank, dtype):
     assert (found.double() - wanted).norm() <= 3 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("channels", "centre", "bias"), [(70, True, True), (70, True, False), (1000, False, False)])
-def test_sums_and_their_norms(channels, centre, bias, dtype):
-    x, y, weight, shift = (normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(5, channels)] * 2 + [(channels,)] * 2))
-    for other in (None, y):
-        total, normed = launch.add_norm(x, other, weight, shift if bias else None, 1e-3, centre, dtype)
-        assert torch.equal(total, x if other is None else x + y)
-        sums = total.double() - centre * total.double().mean(-1, keepdim=True)
-        wanted = sums / (sums.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double() + bias * shift.double()
-        assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
-)
-def test_gradients_of_sums_and_their_norms(tokens, channels, centre, bias, dtype, monkeypatch):
-    monkeypatch.setattr(launch, "PROGRAMS", 2)  # several blocks of tokens a program
-    x, y = (normal(tokens, channels, dtype=dtype, seed=n) + 0.5 for n in range(2))
-    weight, shift = normal(channels, dtype=dtype), normal(channels, dtype=dtype, seed=9) if bias else None
-    known = partial(fused.norm_formula, eps=1e-3, centre=centre)
-
-    def formula(x, y, weight, shift):
-        total = x if y is None else x + y
-        if dtype == torch.float16:
-            total = total + ((total.half() if y is None else x.half() + y.half()) - total).detach()  # the norm is that of the rounded sum
-        return known(total, weight, shift)
-
-    for other in (None, y):
-        hold(lambda *given: launch.AddNorm.apply(*given, 1e-3, centre, dtype, known), formula, (x, other, weight, shift), dtype=dtype)
-
-
-@pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("added", [False, True])
-def test_one_result_of_a_sum_and_its_norm(added, used):
-    """Gradients of the other one are None."""
-    x, y, weight = normal(5, 70).requires_grad_(), normal(5, 70, seed=1).requires_grad_() if added else None, normal(70)
-    known = partial(fused.norm_formula, eps=1e-3, centre=False)
-    found, wanted = launch.AddNorm.apply(x, y, weight, None, 1e-3, False, x.dtype, known), known(x + y if added else x, weight, None)
-    inputs = [one for one in (x, y) if one is not None]
-    grads = [torch.autograd.grad(one[used].square().sum(), inputs, retain_graph=True) for one in (found, wanted)]
-    for one, exact in zip(*grads):
-        torch.testing.assert_close(one, exact)
-
-
-def test_summands_get_gradients_that_later_sums_do_not_change():
-    """Both get one tensor; x is used again before, and its further gradient is added to its own only."""
-    x, y, weight, known = normal(5, 70).requires_grad_(), normal(5, 70, seed=1).requires_grad_(), normal(70), fused.norm_formula
-    total, normed = launch.AddNorm.apply(x, y, weight, None, 1e-3, True, x.dtype, partial(known, eps=1e-3, centre=True))
-    (total.square().sum() + normed.square().sum() + (3 * x).sum()).backward()
-    torch.testing.assert_close(x.grad, y.grad + 3)
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("centre", [False, True])
-def test_second_derivatives_of_sums_and_their_norms(centre, added):
-    x, y, weight, bias = (normal(*shape, seed=n).requires_grad_() for n, shape in enumerate([(5, 70)] * 2 + [(70,)] * 2))
-    y, bias, known = y if added else None, bias if centre else None, partial(fused.norm_formula, eps=1e-3, centre=centre)
-    inputs = [one for one in (x, y, weight, bias) if one is not None]
-    results = []
-    for total, normed in (
-        launch.AddNorm.apply(x, y, weight, bias, 1e-3, centre, x.dtype, known),
-        known(x + y if added else x, weight, bias),
-    ):
-        first = torch.autograd.grad((total.cos() * normed.sin()).sum(), inputs, create_graph=True)
-        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
-    for one, exact in zip(*results):
-        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
-
-
-def test_nan_and_empty_inputs_of_sums_and_their_norms():
-    known = partial(fused.norm_formula, eps=1e-3, centre=True)
-    for tokens in (6, 0):
-        x, weight = normal(tokens, 70), normal(70).requires_grad_()
-        x[1:2] = float("nan")
-        x.requires_grad_()
-        total, normed = launch.AddNorm.apply(x, x, weight, None, 1e-3, True, x.dtype, known)
-        upstream = normal(70, tokens).T  # not contiguous
-        torch.autograd.backward((total, normed), (upstream, upstream))
-        assert x.grad.isnan().any(1).nonzero().flatten().tolist() == [1][:tokens]
-        assert weight.grad.isnan().all() if tokens else not weight.grad.any()
-
-
 @pytest.mark.parametrize("slots", [(3, 0, -1, 5), (-1, -1, -1, -2)], ids=str)
 def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
     states, pool = normal(4, 2, 700), normal(6, 3, 700, dtype=torch.float16)[:, :2]  # gaps between rows
@@ -452,171 +344,3 @@ def test_empty_inputs():
     dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
     assert dx.shape == (0, 8)
     assert dmu.abs().max() == 0
-
-
-TOKENS = [12, *slow(40)]
-
-
-def trained(model, tokens, checkpointing=False):
-    """Loss and gradients, and the bytes of tensors that the backward pass keeps, without parameters."""
-    model.gradient_checkpointing = checkpointing
-    parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
-    ids, kept = torch.randint(SIZES["vocab_size"], (2, tokens), generator=torch.Generator().manual_seed(2)), {}
-
-    def pack(x):
-        if x.untyped_storage().data_ptr() not in parameters:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    model.zero_grad()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = model.loss(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_of_models(name, tokens, request):
-    """Loss and gradients are those of plain PyTorch in float64; not more is kept than by plain PyTorch."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
-    _, most = trained(model, tokens)
-    ran = request.getfixturevalue("ran")
-    found, kept = trained(model, tokens)
-    assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
-    assert kept <= most
-    norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
-    norms = sum(one is not None for one in norms)
-    assert ran()["add_norm"] == norms
-    assert ran()["convolution"] == sum(isinstance(one, convolution.ShortConvolution) for one in model.modules())
-    for checkpointing in (True, "selective"):
-        again, kept = trained(model, tokens, checkpointing)
-        assert all(torch.equal(x, y) for x, y in zip(again, found))
-        assert kept < most
-        most = kept if checkpointing == "selective" else most
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
-def test_training_steps_of_halved_models(name, tokens, ran):
-    """Float16 by the kernels: with a residual stream that is halved, loss and gradients are as exact as without."""
-    exact, *found = (
-        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3), tokens)[0]
-        for dtype, every in ((torch.float64, 0), (torch.float16, 0), (torch.float16, 1))
-    )
-    assert ran()["add_norm"] > 0
-    for true, plain, halved in zip(exact, *found):
-        assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_with_parameters_of_any_strides(name, tokens, request):
-    """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
-    request.getfixturevalue("kernels_on_a_cpu")
-    for one in model.parameters():
-        one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
-    found, _ = trained(model, tokens)
-    assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
-
-
-@pytest.mark.parametrize("name", ["gla", "rwkv6"])
-def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, ran):
-    model, called = model_of(name), Counter()
-    others = {name: one for name, one in (("first", model.embedding_norm), ("last", model.norm)) if one is not None}
-    for name, one in [*enumerate(layer.mixer_norm for layer in model.layers), *others.items()]:
-        one.register_forward_hook(lambda module, given, result, name=name: called.update([name]))
-    for layer in model.layers:
-        layer.channel_norm = torch.nn.Sequential(layer.channel_norm)
-    trained(model, 12)
-    with torch.no_grad():
-        model.advance(torch.zeros(2, 5, dtype=torch.int64), model.initial_state(2))
-    assert called == dict.fromkeys((0, 1, *others), 2)
-    assert ran()["add_norm"] == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("others", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
-@pytest.mark.parametrize(("centre", "added"), [(True, True), (False, False)])
-def test_sums_and_their_norms_of_several_dtypes(centre, added, others, dtype, monkeypatch):
-    """As under autocast, and of a float32 residual stream. ``others``: of x and its sum, and of y; the norm has ``dtype``."""
-    monkeypatch.setattr(launch, "PROGRAMS", 2)
-    x, y, weight, bias = (
-        normal(*shape, dtype=kind, seed=n) for n, (shape, kind) in enumerate(zip([(40, 70)] * 2 + [(70,)] * 2, [*others] * 2))
-    )
-    known = partial(fused.norm_formula, eps=1e-3, centre=centre)
-    given = x, y if added else None, weight, bias if centre else None
-    total, normed = launch.AddNorm.apply(*given, 1e-3, centre, dtype, known)
-    assert total.dtype == (torch.float32 if added else x.dtype)
-    assert normed.dtype == dtype
-    eps = max(torch.finfo(one).eps for one in (dtype, others[0], others[1] if added else others[0]))
-
-    def formula(x, y, weight, bias):
-        return known(x if y is None else x + y, weight, bias)
-
-    hold(
-        lambda *given: launch.AddNorm.apply(*given, 1e-3, centre, dtype, known),
-        formula,
-        given,
-        dtype=torch.float16 if eps > 1e-5 else torch.float32,
-    )
-
-
-def test_norms_without_a_kernel_for_their_dtypes_are_those_of_the_module(ran):
-    x, norm = normal(2, 3, 70).requires_grad_(), RMSNorm(70, 1e-3)
-    for one, other in ((x.half(), None), (x, x.half())):
-        total, normed = fused.add_norm(one, other, norm)
-        assert total.dtype == (one.dtype if other is None else torch.float32)
-        assert torch.equal(normed, norm(total))
-    assert not ran()
-    fused.add_norm(x, None, norm)
-    fused.add_norm(x, None, norm.half(), in_float32=True)
-    assert ran() == {"add_norm": 2}
-
-
-def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(ran):
-    x, norm = normal(2, 3, 70).requires_grad_(), RMSNorm(70, 1e-3)
-    with torch.autocast("cpu", dtype=torch.float16):
-        total, normed = fused.add_norm(x, x.half(), norm)
-        _, whole = fused.add_norm(x, None, norm, rounded=False)
-    assert (total.dtype, normed.dtype, whole.dtype) == (torch.float32, torch.float16, torch.float32)
-    assert ran() == {"add_norm": 2}
-    (normed.float().square().sum() + whole.sum()).backward()
-    assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
-
-
-def moved(model, seed):
-    """The model with weights that are moved by up to half a unit in the last place of float16."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for x in model.parameters():
-            x *= 1 + (2 * torch.rand(x.shape, generator=generator) - 1) * 2**-11
-    return model
-
-
-@pytest.mark.parametrize("tokens", [40])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_under_autocast(name, tokens, request):
-    """float32 weights, float16 products: relative errors of all gradients together are those of plain PyTorch, and less is kept.
-
-    With fewer tokens one rounding changes the ratio of the errors by more than the bar: 0.56 to 4.0 from 8 to 24 tokens. Those of plain
-    PyTorch are the mean of five runs, whose weights differ by less than float16 products round them: for rwkv7, whose norm of a first
-    token's head may be of numbers near 0, such runs differ by a factor of 6.
-    """
-    (exact, _), plain = trained(model_of(name, torch.float64), tokens), model_of(name)
-    with torch.autocast("cpu", dtype=torch.float16):
-        wanted, most = trained(plain, tokens)
-        others = [trained(moved(model_of(name), seed), tokens)[0] for seed in range(4)]
-    ran = request.getfixturevalue("ran")
-    with torch.autocast("cpu", dtype=torch.float16):
-        found, kept = trained(plain, tokens)
-    assert ran()["add_norm"] > 0
-    assert kept < most
-    with torch.autocast("cpu", dtype=torch.float16):
-        again, least = trained(plain, tokens, "selective")
-    assert all(torch.equal(x, y) for x, y in zip(again, found))
-    assert least < kept
-    assert all(x.dtype == torch.float32 for x in found)
-    ours, *theirs = (torch.tensor([error(x, true) for x, true in zip(one, exact)]) for one in (found, wanted, *others))
-    assert ours.square().mean() <= 1.5**2 * torch.stack(theirs).square().mean()
