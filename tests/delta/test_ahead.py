@@ -118,4 +118,5 @@ def test_layers_of_published_sizes_take_chunk_kernels(arch):
             for mode in ("forward", "backward"):
                 reasons = {one.name: one.reason for one in answers.verdicts(answers.CHUNKWISE, p, mode)}
                 found = [reason for form, reason in reasons.items() if form.startswith("gdn_")]
-                assert found == ["refuses: K must be 64 or 128, this is 256", None]
+                assert set(found[:-1]) == {"refuses: K must be 64 or 128, this is 256"}
+                assert found[-1] is None

@@ -240,17 +240,30 @@ KDA_CASES = [
 ]
 
 
+SCALAR = "gdn_prepare_sm90", "gdn_bwd_specialised_sm90"
+OF_SCALAR = Delta("gated_delta_rule", H=4, G=2, T=150, K=128, V=128, dtype=BFLOAT16, others=FLOAT32)
+SCALAR_CASES = [
+    *(replace(OF_SCALAR, gate=gate) for gate in gates("gated_delta_rule")),
+    *(replace(OF_SCALAR, key=key, beta=beta, gate="weak") for key in ("random", "positive", "equal") for beta in (0.0, 1.0, 2.0)),
+    *(replace(OF_SCALAR, T=T, G=1, K=64, V=64) for T in (1, 63, 64, 65, 700)),
+    *(replace(OF_SCALAR, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
+    replace(OF_SCALAR, variant="delta_rule", G=4),
+    replace(OF_SCALAR, variant="delta_rule", V=64, others=BFLOAT16, state=False, scale=-0.3),
+]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")
 @pytest.mark.parametrize(
     ("case", "forms"),
     [
         *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES)),
         *((case, KDA) for case in KDA_CASES),
+        *((case, SCALAR) for case in SCALAR_CASES),
     ],
     ids=str,
 )
 def test_forms_that_are_named(case, forms):
-    """Results, equal bits in two calls, and before a cut: of RWKV-7 with one anchor in a chunk, and of KDA in float16."""
+    """Results, equal bits in two calls, and before a cut: of RWKV-7 with one anchor in a chunk, KDA in float16, and gated DeltaNet."""
     with trying({}, *forms) as planned:
         check_results(case, "triton_chunkwise", DEVICE)
         tensors = case.tensors(DEVICE)

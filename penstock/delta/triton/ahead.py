@@ -151,6 +151,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("delta_rule", Shape(*PROMPT, 16, 128, 128)),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), groups=16),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), groups=16, passes=RAW, raw=True),
+    Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), passes=("backward",)),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), "float16", passes=CANONICAL),
     Configuration("gated_delta_rule", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
     Configuration("gated_delta_rule", Shape(*PROMPT, 6, 256, 512)),

@@ -141,7 +141,7 @@ class Descriptor:
         assert matrix.data_ptr() % 16 == 0 == matrix.stride(0) * matrix.element_size() % 16
         self.matrix, self.block = matrix, block
         bytes_ = block[0] * block[1] * matrix.element_size()
-        self.block_type = SimpleNamespace(nbytes=bytes_)
+        self.block_type = SimpleNamespace(nbytes=bytes_, shape=list(block))
         self.layout, self.dtype, self.block_shape = None, matrix.dtype, block
 
 

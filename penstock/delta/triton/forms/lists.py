@@ -33,6 +33,7 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
 )
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
+    scalar_backward_sm90.SPECIALISED,
     scalar_backward_sm90.BACKWARD,
     wide_sm90.BACKWARD,
     anchored_sm90.BACKWARD,

@@ -127,13 +127,13 @@ def store_halves(e_s, z_s, r_s, rate_s, powers, of_Z, dbeta, H, left, zero):
 
 
 @gluon.jit
-def sum_of_product(S_s, dS_s):
-    """The sum of S o dS'."""
-    ROWS: gl.constexpr = S_s.shape[0] // 4
+def sum_of_product(S_s, dS_s, PARTS: gl.constexpr):
+    """The sum of S o dS', whose rows are loaded in PARTS parts."""
+    ROWS: gl.constexpr = S_s.shape[0] // PARTS
     K: gl.constexpr = S_s.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     acc = gl.zeros([ROWS, K], gl.float32, layout)
-    for n in gl.static_range(4):
+    for n in gl.static_range(PARTS):
         x = S_s.slice(n * ROWS, ROWS).load(layout).to(gl.float32)
         acc += x * dS_s.slice(n * ROWS, ROWS).load(layout).to(gl.float32)
     return gl.sum(gl.reshape(acc, [ROWS * K]), 0)
@@ -340,7 +340,7 @@ def penstock_gdn_gradients_sm90(
             of_S = with_one_power(S_s, S_powers + powers_at, zero)
             of_dS = with_one_power(dS_s, dS_powers + powers_at, zero)
             if DECAYS:
-                of_state = sum_of_product(S_s, dS_s) * total * (of_S * of_dS)
+                of_state = sum_of_product(S_s, dS_s, 4) * total * (of_S * of_dS)
         fence_async_shared()
         meet()
         dQ = warpgroup_mma(o_s, S_s, wide_zero, use_acc=False, is_async=True)
@@ -348,7 +348,7 @@ def penstock_gdn_gradients_sm90(
         if DECAYS:
             read = vectors[2].index(phase).load(by_row)[:, None]
             if not F16:
-                of_state = sum_of_product(S_s, dS_s) * total
+                of_state = sum_of_product(S_s, dS_s, 4) * total
             if F16:
                 dQ = warpgroup_mma_wait(1, [dQ]) * (read * (scale * of_S))
                 read = read * rate_s.load(by_row)[:, None] * (of_Z * of_S)
