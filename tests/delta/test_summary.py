@@ -1,5 +1,6 @@
 """``summary`` of the delta rule: the product of the transitions of tokens, and the state that they leave."""
 
+import re
 from dataclasses import replace
 
 import deltas
@@ -114,6 +115,38 @@ def test_summaries_of_parts_make_that_of_the_whole(variant):
         torch.testing.assert_close(one, other)
     state = torch.randn_like(whole.state)
     torch.testing.assert_close(parts[1].after(parts[0].after(state)), ps.summary(variant, **tensors, initial_state=state).state)
+
+
+@pytest.mark.parametrize("variant", ["gla", "kda"])
+def test_what_does_not_belong_to_a_summary_is_refused(variant):
+    """States and later summaries; nothing is broadcast, and what has fewer bits is taken."""
+    k, v, beta = torch.randn(2, 9, 3, 4), torch.randn(2, 9, 3, 5), torch.rand(2, 9, 3)
+
+    def made(variant, heads=3):
+        more = {"beta": beta[:, :, :heads]} if variant == "kda" else {}
+        return ps.summary(variant, k[:, :, :heads], v[:, :, :heads], -k[:, :, :heads].abs(), **more)
+
+    one, state = made(variant), torch.randn(2, 3, 4, 5)
+    name = type(one).__name__
+    assert torch.equal(one.after(state.bfloat16()), one.after(state.bfloat16().float()))
+    for wrong, kind, message in (
+        (state[:1], ps.ShapeError, "must be of shape [2, 3, 4, 5], got [1, 3, 4, 5]."),
+        (state[..., :1], ps.ShapeError, "must be of shape [2, 3, 4, 5], got [2, 3, 4, 1]."),
+        (torch.zeros(()), ps.ShapeError, "must be of shape [2, 3, 4, 5], got []."),
+        (state.double(), ps.DtypeError, "must be torch.float32, got torch.float64."),
+        (state.to("meta"), ps.DeviceError, "must be on cpu, got meta."),
+        (5, ps.DtypeError, "must be a torch.Tensor, got 5 of type int."),
+    ):
+        with pytest.raises(kind, match=re.escape(f"{name}.after: state {message}")):
+            one.after(wrong)
+        if isinstance(wrong, torch.Tensor):
+            with pytest.raises(kind, match=re.escape(f"{name}.then: later.state {message}")):
+                one.then(one._replace(state=wrong))
+    for later in (made("kda" if variant == "gla" else "gla"), None, tuple(one)):
+        with pytest.raises(ps.DtypeError, match=re.escape(f"{name}.then: later must be a {name}, got ")):
+            one.then(later)
+    with pytest.raises(ps.ShapeError, match=re.escape(f"{name}.then: later.{one._fields[1]} must be of shape [2, 3, 4")):
+        one.then(made(variant, heads=1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
