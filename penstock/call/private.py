@@ -139,6 +139,11 @@ def forward_derivatives() -> bool:
 forward_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def tracing_derivatives() -> bool:
+    """Whether forward derivatives are taken inside of a dispatch mode, as by ``torch.func.linearize``; values cannot be read there."""
+    return _dispatch_modes is not None and bool(_dispatch_modes()) and forward_derivatives()
+
+
 def inside_transforms(x: Tensor) -> Tensor | None:
     """The tensor that torch.func's transforms wrap; None if its values cannot be read here."""
     if None in (_is_wrapped, _unwrap, _dispatch_modes) or _dispatch_modes() or is_fake(x):

@@ -60,7 +60,9 @@ def known_values(name: str) -> Iterator[None]:
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether values of this tensor are checked."""
-    return (tensor.is_cpu or _checking_values.get()) and not private.is_fake(tensor) and not private.in_transform()
+    if not (tensor.is_cpu or _checking_values.get()) or private.is_fake(tensor):
+        return False
+    return not private.in_transform() and not private.tracing_derivatives()
 
 
 def check_types(signature: Signature, tensors: Sequence[object], options: Sequence[Option], values: Sequence[object]) -> None:

@@ -104,6 +104,19 @@ def test_forward_derivatives_inside_compiled_functions(case):
     assert_near(found[1], derivatives_along(case))
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("case", [CASES[0], next(one for one in CASES if isinstance(one, Delta)), TINY], ids=str)
+def test_forward_derivatives_that_are_traced_once(case):
+    """``linearize``, also in some of the arguments: the values of none can be read."""
+    function, values = as_function(case)
+    found, derivative = func.linearize(function, *values)
+    assert_near(found, function(*values))
+    assert_near(derivative(*along(case)), derivatives_along(case))
+    one, derivative = func.linearize(lambda x: function(x, *values[1:]), values[0])
+    assert_near(one, found)
+    assert_near(derivative(along(case)[0]), func.jvp(lambda x: function(x, *values[1:]), values[:1], along(case)[:1])[1])
+
+
 @every_case
 def test_gradients(case):
     """``grad``, and ``vjp`` from each result alone and from all."""
