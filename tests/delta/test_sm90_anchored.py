@@ -157,6 +157,17 @@ def test_later_tokens_change_no_bit(cut, dtype):
     assert torch.equal(run(FORWARD, case)["output"][:, :cut], run(FORWARD, case, changed)["output"][:, :cut])
 
 
+@FORMS
+def test_gates_whose_channels_are_far_apart(form):
+    """Their addresses have more than 32 bits. Most of the memory is never written."""
+    drawn = OF.tensors()
+    raw, step = drawn["raw"], 2**26
+    far = torch.empty(63 * step + raw.shape[1], dtype=raw.dtype).as_strided(raw.shape, (raw.shape[1], 1, raw.shape[1], step))
+    far.copy_(raw)
+    for name, x in run(form, OF, drawn | {"raw": far}).items():
+        assert torch.equal(x, run(form, OF)[name]), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("final", [True, *slow(False)])
 def test_the_gradient_of_the_state_alone(final, dtype):

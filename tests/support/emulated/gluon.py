@@ -84,6 +84,9 @@ def _promoted(a, b):
         )
         if isinstance(b, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) and b.dtype != a.dtype:
             b = b.to(a.dtype)
+    elif not (a.is_floating_point() or b.is_floating_point()):  # torch ignores the width of a tensor without axes, Triton does not
+        kind = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(kind), b.to(kind)
     return a, b
 
 
