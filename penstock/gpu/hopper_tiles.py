@@ -128,3 +128,21 @@ def store_in_two(x, high_s, low_s):
     high, low = in_two(x, high_s.dtype)
     high_s.store(high)
     low_s.store(low)
+
+
+@gluon.jit
+def nearest(x):
+    """A bfloat16 number next to x, in float32. Integer instructions: single conversions of numbers, unlike those of pairs, are slow."""
+    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def in_three(x, kind: gl.constexpr):
+    """A tile as the sum of three in bfloat16: 24 significant bits.
+
+    Parts are rounded, not cut off: then what products of parts leave out has either sign. The rest of inf and NaN is NaN.
+    """
+    high = nearest(x)
+    rest = x - high
+    middle = nearest(rest)
+    return high.to(kind), middle.to(kind), (rest - middle).to(kind)

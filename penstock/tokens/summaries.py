@@ -46,6 +46,7 @@ class Summary(NamedTuple):
         ------
         ShapeError, DtypeError, DeviceError
             It is no state of this summary.
+
         """
         return DIAGONAL.moved(self.decay[..., None], _before(self, state)) + self.state
 
@@ -56,6 +57,7 @@ class Summary(NamedTuple):
         ------
         ShapeError, DtypeError, DeviceError
             It is no summary of this kind, or of other heads.
+
         """
         _check_later(self, later)
         return Summary(later.after(self.state), self.decay + later.decay)

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from cases import offsets
+from cases import arithmetic, offsets
 from deltas import Delta, named
 from emulated import gluon
 from hopper_deltas import A100, EMULATED, H200, SMALL, budget
@@ -25,6 +25,7 @@ OF = Delta("gated_delta_rule", B=2, H=2, T=64, K=128, V=128, dtype=torch.bfloat1
 CASES = {"gated_delta_rule": OF, "delta_rule": replace(OF, variant="delta_rule"), "kda": replace(OF, variant="kda")}
 CASES["rwkv7"] = replace(OF, variant="rwkv7", K=64, V=64, raw=True)
 CASES["rwkv7 in float16"] = replace(CASES["rwkv7"], dtype=torch.float16)
+CASES["rwkv7 in float32"] = replace(CASES["rwkv7"], dtype=torch.float32)
 CASES["kda of 64"] = replace(OF, variant="kda", K=64, V=64)
 CASES["kda in float16"] = replace(OF, variant="kda", dtype=torch.float16)
 CASES["wide keys"] = replace(OF, K=256)
@@ -49,6 +50,9 @@ UPDATES = [
     ("rwkv7 in float16", None, (5, -1), FLOAT32, "heads first", "raw"),
     ("rwkv7 in float16", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "contiguous", "raw"),
     ("rwkv7 in float16", (5, 64, 70), (-1, 4, 1), FLOAT16, "gaps", "raw"),
+    ("rwkv7 in float32", None, (5, -1), FLOAT32, "heads first", "raw"),
+    ("rwkv7 in float32", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "contiguous", "raw"),
+    ("rwkv7 in float32", (5, 64, 70), (-1, 4, 1), FLOAT32, "gaps", "raw"),
     ("kda of 64", None, (5, -1), FLOAT32, "heads first", "mixture"),
     ("kda of 64", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), BFLOAT16, "gaps", "mixture"),
     ("kda in float16", None, (5, -1), FLOAT32, "heads first", "mixture"),
@@ -67,7 +71,7 @@ UPDATES = [
 FORMS = {
     "kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES, "rwkv7": anchored_sm90.PIECES,
     "kda of 64": channels_sm90.PIECES, "kda in float16": channels_sm90.PIECES, "wide keys": wide_sm90.PIECES,
-    "rwkv7 in float16": anchored_sm90.PIECES, "wide values": wide_sm90.PIECES,
+    "rwkv7 in float16": anchored_sm90.PIECES, "rwkv7 in float32": anchored_sm90.PIECES, "wide values": wide_sm90.PIECES,
     "float16": scalar_sm90.PIECES, "float16 of 64": scalar_sm90.PIECES,
 }  # fmt: skip
 
@@ -105,6 +109,7 @@ def test_pieces_are_updated_in_place(name, lengths, slots, pool, layout, gate):
     state = given["state"]
     wanted, before, touched = state.double().clone(), memory.clone(), torch.zeros(len(state), dtype=torch.bool)
     output = run(FORMS[name], given, problem)
+    allowed = arithmetic(case.dtype) if case.dtype == FLOAT32 else budget(case)
     spans = [(n, 0, 64) for n in range(case.B)] if lengths is None else [(0, *span) for span in problem.spans()]
     for n, (row, begin, end) in enumerate(spans):
         slot, end = n if slots is None else slots[n], begin + (end - begin) // 64 * 64
@@ -115,9 +120,9 @@ def test_pieces_are_updated_in_place(name, lengths, slots, pool, layout, gate):
         one = wanted[slot : slot + 1].clone()
         expected = ps.advance(case.variant, **named(case, part, "q", "g"), state=one, impl="reference")
         wanted[slot] = one[0]
-        assert (output[row, begin:end].double() - expected[0]).norm() <= budget(case) * expected.norm()
+        assert (output[row, begin:end].double() - expected[0]).norm() <= allowed * expected.norm()
     if touched.any():
-        assert (state.double() - wanted)[touched].norm() <= budget(case) * wanted[touched].norm()
+        assert (state.double() - wanted)[touched].norm() <= allowed * wanted[touched].norm()
     check_untouched(state, memory, before, touched)
 
 
@@ -159,6 +164,8 @@ def test_a_pool_without_rows_is_not_read(name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_is_taken_on_hopper(name):
+    """Those that have run on a GPU."""
     _, _, _, problem, _ = problem_and_pool(*next(one for one in UPDATES if one[0] == name))
-    assert plan.advance_plan(problem, H200).forms[0] == FORMS[name].name
+    taken = "delta_pieces" if FORMS[name].avoids(InPlace.of(problem, H200)) else FORMS[name].name
+    assert plan.advance_plan(problem, H200).forms[0] == taken
     assert plan.advance_plan(problem, A100).forms[0] == "delta_pieces"

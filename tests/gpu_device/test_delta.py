@@ -227,6 +227,17 @@ ANCHORED_HALF_CASES = [
 ]
 
 
+OF_ANCHORED_SINGLE = replace(OF_ANCHORED, dtype=FLOAT32)
+ANCHORED_SINGLE_CASES = [
+    *(replace(OF_ANCHORED_SINGLE, T=T) for T in (1, 17, 63, 64, 65, 129, 700)),
+    *(replace(OF_ANCHORED_SINGLE, centre=centre) for centre in (-9.0, -5.0, 9.0, 60.0)),
+    *(replace(OF_ANCHORED_SINGLE, key=key, centre=-5.0) for key in KEYS),
+    *(replace(OF_ANCHORED_SINGLE, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
+    replace(OF_ANCHORED_SINGLE, H=9, state=False, scale=-0.3),
+    replace(OF_ANCHORED_SINGLE, v_factor=1e4, state_factor=1e5, upstream_factor=1e3),
+]
+
+
 KDA = "kda_prepare_sm90", "kda_bwd_sm90"
 OF_KDA = Delta("kda", H=2, T=150, K=64, V=64, dtype=FLOAT16, others=FLOAT32)
 KDA_CASES = [
@@ -256,7 +267,7 @@ SCALAR_CASES = [
 @pytest.mark.parametrize(
     ("case", "forms"),
     [
-        *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES)),
+        *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES, *ANCHORED_SINGLE_CASES)),
         *((case, KDA) for case in KDA_CASES),
         *((case, SCALAR) for case in SCALAR_CASES),
     ],

@@ -168,6 +168,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), passes=(*RAW, *CANONICAL), raw=True),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float16", passes=("forward", "backward", "pieces"), raw=True),
+    Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float32", passes=("forward", "backward", "pieces"), raw=True),
     Configuration("rwkv7", Shape(*PROMPT, 32, 64, 64), "float32", passes=WHOLE),
     Configuration("dplr", Shape(*PROMPT, 32, 64, 64), passes=WHOLE),
 )

@@ -31,7 +31,7 @@ as many bits as TF32, and errors of T would be larger than theirs if beta is up 
 LOWS = (64, 32, 16, 8)
 """Tokens of blocks that may have one anchor. In smaller blocks it saves at most two levels of six."""
 MOST_DECAY = 44.0
-"""The most by which an anchored block may decay, with operands of one or two bfloat16 parts. Factors are exp of it: 1e19, and as much is
+"""The most by which an anchored block may decay, with operands of bfloat16 parts. Factors are exp of it: 1e19, and as much is
 left for what they multiply. 64 tokens of RWKV-7 decay by at most 39, 8 of KDA bounded by -5 by 40."""
 MOST_DECAY_FLOAT32 = 10.0
 """The same with other products. Exact as float32: exp of a rounded sum x has a relative error of 2^-24 |x|. TF32, for float16: gradients of

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import exp2
-from ....gpu.tiles import LOG2E
-from ..portable.raw import FASTEST
+from ....gpu.hopper_decays import COARSE
+from ....gpu.hopper_tiles import exp2, meet
+from ....gpu.tiles import LN2, LOG2E
+from ..portable.raw import FARTHEST, FASTEST
 from .layouts import C
+from .parts import added_in_parts, product_of_parts, store_parts
 
 
 @gluon.jit
@@ -30,11 +33,23 @@ def logarithms(g, inside, RAW: gl.constexpr):
 
 
 @gluon.jit
-def gradients_of_gates(dG, g, inside, RAW: gl.constexpr):
+def exact_sigmoid(x):
+    """The same as exact as float32: with range reduction, as ``exp`` of ``gpu/decays.py``. The error of exp2(x log2(e)) grows with x."""
+    x = gl.where(x > FARTHEST, FARTHEST, gl.where(x < -FARTHEST, -FARTHEST, x))  # NaN stays
+    n = gl.floor(0.5 - x * LOG2E)
+    r = n * 2.12194440e-4 - (x + n * 0.693359375)  # ln2 in two parts
+    return 1.0 / (1.0 + exp2(n) * exp2(r * LOG2E))
+
+
+@gluon.jit
+def gradients_of_gates(dG, g, inside, RAW: gl.constexpr, EXACT: gl.constexpr = False):
     """The gradients of log decays or, with RAW, of raw gates. sigmoid(-x) in place of 1 - sigmoid(x), which loses digits."""
     if RAW:
         x = gl.load(g, mask=inside, other=0.0).to(gl.float32)
-        dG = dG * FASTEST * sigmoid(x) * sigmoid(-x)
+        if EXACT:
+            dG = dG * FASTEST * exact_sigmoid(x) * exact_sigmoid(-x)
+        else:
+            dG = dG * FASTEST * sigmoid(x) * sigmoid(-x)
     return dG
 
 
@@ -44,3 +59,57 @@ def tokens_through(AFTER: gl.constexpr, wide: gl.constexpr):
     t = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
     u = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     return gl.where(u >= t if AFTER else u <= t, 1.0, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def rounded_decays(d):
+    """Log2 decays, less than 1, as multiples of 2^-8, of which bfloat16 holds each and float32 their sums, and the rests."""
+    coarse = (d + COARSE) - COARSE
+    return coarse, d - coarse
+
+
+@gluon.jit
+def sums_in_two(d, coarse_s, rest_s, chosen_s):
+    """G from log2 decays as the sum of two float32 tiles: in one, up to 64, rounding would change exp2(G) by 2^-19.
+
+    Uses a tile, one in three parts, and a tile. The left operand is in shared memory: see ``sums`` of ``anchored_steps.py``.
+    """
+    wide: gl.constexpr = d.type.layout
+    coarse, rest = rounded_decays(d)
+    coarse_s.store(coarse.to(coarse_s.dtype))
+    store_parts(rest, rest_s)
+    chosen_s.store(tokens_through(False, wide))
+    fence_async_shared()
+    meet()
+    coarse = product_of_parts((chosen_s,), (coarse_s,), wide)
+    rest = added_in_parts((chosen_s,), rest_s, gl.zeros([C, C], gl.float32, wide))
+    return warpgroup_mma_wait(0, [coarse, rest])
+
+
+@gluon.jit
+def sums_before(G, d):
+    """The sums G without each token's own log2 decay d."""
+    if len(G) == 2:
+        coarse, rest = rounded_decays(d)
+        return G[0] - coarse, G[1] - rest
+    else:
+        return (G[0] - d,)
+
+
+@gluon.jit
+def power(G):
+    """exp2 of G, a tile or the sum of two."""
+    if len(G) == 2:
+        whole = G[0] + G[1]
+        return exp2(whole) * (1.0 + LN2 * (G[1] - (whole - G[0])))
+    else:
+        return exp2(G[0])
+
+
+@gluon.jit
+def inverse_power(G):
+    """exp2 of -G."""
+    if len(G) == 2:
+        return power((-G[0], -G[1]))
+    else:
+        return exp2(-G[0])

@@ -31,7 +31,7 @@ from .anchored_inverse import inverse
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
 from .pairs import left_operand, right_operand
-from .parts import product_in_two, product_of_parts
+from .parts import product_from_registers, product_of_parts, transposed
 
 
 @gluon.jit
@@ -45,10 +45,10 @@ def tiles_of(COUNT: gl.constexpr, kind: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_tiles(descriptors, tiles, bar, row, column):
-    """Start the copies of q, a, k and b, and of other tensors of tokens, into as many tiles."""
-    mbarrier.expect(bar.index(0), len(descriptors) * descriptors[0].block_type.nbytes)
+    """Start the copies of tiles of as many tensors, with one barrier."""
+    mbarrier.expect(bar, len(descriptors) * descriptors[0].block_type.nbytes)
     for n in gl.static_range(len(descriptors)):
-        async_load(descriptors[n], [row, column], bar.index(0), tiles[n])
+        async_load(descriptors[n], [row, column], bar, tiles[n])
 
 
 @gluon.jit
@@ -61,18 +61,18 @@ def zero_tiles_from(tiles, left, layout: gl.constexpr):
 
 
 @gluon.jit
-def sums(d, tiles):
-    """G from log2 decays. Uses tiles 4 to 6 until all warps have met again.
+def sums(d, high_s, low_s, chosen_s):
+    """G from log2 decays. Uses three tiles until all warps have met again.
 
     The left operand is in shared memory: in registers, constants were set after the fence of the product that reads them (Triton 3.6).
     """
     wide: gl.constexpr = d.type.layout
-    store_in_two(d, tiles[4], tiles[5])
-    tiles[6].store(tokens_through(False, wide))
+    store_in_two(d, high_s, low_s)
+    chosen_s.store(tokens_through(False, wide))
     fence_async_shared()
     meet()
-    G = warpgroup_mma(tiles[6], tiles[4], gl.zeros([C, C], gl.float32, wide), use_acc=False, is_async=True)
-    G = warpgroup_mma(tiles[6], tiles[5], G, is_async=True)
+    G = warpgroup_mma(chosen_s, high_s, gl.zeros([C, C], gl.float32, wide), use_acc=False, is_async=True)
+    G = warpgroup_mma(chosen_s, low_s, G, is_async=True)
     return warpgroup_mma_wait(0, [G])
 
 
@@ -170,12 +170,12 @@ def penstock_rwkv7_steps_sm90(
     fence_async_shared()
     meet()
     of_tokens = (tiles[0], tiles[1], tiles[2], tiles[3], v_s)
-    load_tiles((q_tiles, a_tiles, k_tiles, b_tiles, v_tiles), of_tokens, bar, row, h * K)
+    load_tiles((q_tiles, a_tiles, k_tiles, b_tiles, v_tiles), of_tokens, bar.index(0), row, h * K)
     i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
     d = logarithms(g, (i < left) & (j < K), RAW)
-    G = sums(d, tiles)
+    G = sums(d, tiles[4], tiles[5], tiles[6])
     mbarrier.wait(bar.index(0), 0)
     zero_tiles_from(of_tokens, left, clean)
     store_factored(G, d, total + place * K + j, scale, tiles, n_s)
@@ -191,8 +191,8 @@ def penstock_rwkv7_steps_sm90(
     x_s.store(X.to(kind))
     T_s = (high_T, low_T)
     solution = inverse(on_diagonal(blocks, wide), T_s, (n_high, low_s))
-    B = product_of_parts((high_T.permute((1, 0)), low_T.permute((1, 0))), (b_high, b_low), wide)
-    A = product_in_two(Aq, high_T, low_T)
+    B = product_of_parts(transposed(T_s), (b_high, b_low), wide)
+    A = product_from_registers(Aq, T_s)
     B = warpgroup_mma_wait(0, [B])
     n_high.store(A.to(kind))
     low_s.store(B.to(kind))

@@ -23,7 +23,7 @@ from .anchored_inverse import inverse
 from .anchored_steps import load_tiles, sums, tiles_of, zero_tiles_from
 from .inverse import blocks_on_diagonal, inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .parts import added_in_parts, as_halves, left_parts, product_in_two, product_of_parts, transposed
+from .parts import added_in_parts, as_halves, left_parts, product_from_registers, product_of_parts, transposed
 
 
 @gluon.jit
@@ -79,13 +79,13 @@ def penstock_rwkv7_steps_float16_sm90(
     q_s, a_s, k_s = (tiles[0], tiles[4]), (tiles[1], tiles[5]), (tiles[2], tiles[6])
     b_s, v_s, N_s = (tiles[3], tiles[8]), (tiles[7], tiles[9]), (tiles[10], tiles[11])
     given = (as_halves(q_s[0]), as_halves(a_s[0]), as_halves(k_s[0]), as_halves(b_s[0]), as_halves(v_s[0]))
-    load_tiles((q_tiles, a_tiles, k_tiles, b_tiles, v_tiles), given, bar, row, h * K)
+    load_tiles((q_tiles, a_tiles, k_tiles, b_tiles, v_tiles), given, bar.index(0), row, h * K)
     i = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     g += batch * g_b + begin * g_t + h.to(gl.int64) * g_h + (i * g_t + j * g_k)
     total += place * K
     d = logarithms(g, (i < left) & (j < K), RAW)
-    G = sums(d, tiles)
+    G = sums(d, tiles[4], tiles[5], tiles[6])
     through = exp2(G)
     gl.store(total + j + i * 0, through, mask=i == C - 1)
     mbarrier.wait(bar.index(0), 0)
@@ -106,7 +106,7 @@ def penstock_rwkv7_steps_float16_sm90(
     lower = gl.where(i > j, lower, 0.0)
     store_in_two(lower, N_s[0], N_s[1])
     store_blocks(blocks_on_diagonal(lower), n_s)
-    of_a = left_parts(gl.where(i > j, late, 0.0), kind)
+    of_a = left_parts(gl.where(i > j, late, 0.0), kind, 2)
     X = product_of_parts(of_a, v_s, wide)
     if SOLVED:
         W = product_of_parts(transposed(k_s), v_s, wide)
@@ -114,7 +114,7 @@ def penstock_rwkv7_steps_float16_sm90(
     else:
         late = product_of_parts(q_s, transposed(k_s), wide)
         X, late, _high, _low = warpgroup_mma_wait(0, [X, late, of_a[0], of_a[1]])
-        of_q = left_parts(gl.where(i >= j, late, 0.0), kind)
+        of_q = left_parts(gl.where(i >= j, late, 0.0), kind, 2)
         Y = product_of_parts(of_q, v_s, wide)
         W = product_of_parts(transposed(k_s), v_s, wide)
         Y, W, _high, _low = warpgroup_mma_wait(0, [Y, W, of_q[0], of_q[1]])
@@ -127,7 +127,7 @@ def penstock_rwkv7_steps_float16_sm90(
     B = product_of_parts(transposed(T_s), b_s, wide)
     Aq, B = warpgroup_mma_wait(0, [Aq, B])
     store_in_two(B * total_s.load(gl.SliceLayout(0, wide))[None, :], N_s[0], N_s[1])
-    ap = left_parts(product_in_two(gl.where(i >= j, Aq, 0.0), T_s[0], T_s[1]), kind)
+    ap = left_parts(product_from_registers(gl.where(i >= j, Aq, 0.0), T_s), kind, 2)
     bt = transposed(N_s)
     fence_async_shared()
     meet()  # X and Bt are stored

@@ -29,7 +29,7 @@ from ....gpu.tiles import chunk_of_slot
 from .anchored_inverse import inverse
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .parts import product_in_two
+from .parts import product_from_registers
 
 
 @gluon.jit
@@ -86,12 +86,12 @@ def in_parts(weights, pairs, N, vectors, q_s, k_s, n_s, d_s, powers, DECAYS: gl.
     store_blocks(blocks_on_diagonal(N, mma), n_s)
     meet()
     T = inverse(on_diagonal(inverted_blocks(n_s, d_s), mma), T_s, N_s)
-    A = product_in_two(weights, T_s[0], T_s[1])
+    A = product_from_registers(weights, T_s)
     more = ()
     if REMOVALS:
         r_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
         a_s = gl.allocate_shared_memory(gl.float16, [C, C], half)
-        r_s.store(product_in_two(pairs, T_s[0], T_s[1]).to(gl.float16))
+        r_s.store(product_from_registers(pairs, T_s).to(gl.float16))
         rounded, up = scaled_half(A, 0)
         a_s.store(rounded)
         gl.store(powers + gl.arange(0, C, gl.SliceLayout(0, mma)), up)
