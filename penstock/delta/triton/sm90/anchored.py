@@ -34,7 +34,7 @@ def logarithms(g, inside, RAW: gl.constexpr):
 
 @gluon.jit
 def exact_sigmoid(x):
-    """The same as exact as float32: with range reduction, as ``exp`` of ``gpu/decays.py``. The error of exp2(x log2(e)) grows with x."""
+    """``sigmoid`` as exact as float32: with range reduction, as ``exp`` in ``gpu/decays.py``. Errors of exp2(x log2(e)) grow with x."""
     x = gl.where(x > FARTHEST, FARTHEST, gl.where(x < -FARTHEST, -FARTHEST, x))  # NaN stays
     n = gl.floor(0.5 - x * LOG2E)
     r = n * 2.12194440e-4 - (x + n * 0.693359375)  # ln2 in two parts
@@ -43,7 +43,7 @@ def exact_sigmoid(x):
 
 @gluon.jit
 def gradients_of_gates(dG, g, inside, RAW: gl.constexpr, EXACT: gl.constexpr = False):
-    """The gradients of log decays or, with RAW, of raw gates. sigmoid(-x) in place of 1 - sigmoid(x), which loses digits."""
+    """The gradients of log decays or, with RAW, of raw gates; EXACT as float32. sigmoid(-x), not 1 - sigmoid(x), which loses digits."""
     if RAW:
         x = gl.load(g, mask=inside, other=0.0).to(gl.float32)
         if EXACT:
@@ -88,28 +88,19 @@ def sums_in_two(d, coarse_s, rest_s, chosen_s):
 
 @gluon.jit
 def sums_before(G, d):
-    """The sums G without each token's own log2 decay d."""
-    if len(G) == 2:
-        coarse, rest = rounded_decays(d)
-        return G[0] - coarse, G[1] - rest
-    else:
-        return (G[0] - d,)
+    """The sums G, in two, without each token's own log2 decay d."""
+    coarse, rest = rounded_decays(d)
+    return G[0] - coarse, G[1] - rest
 
 
 @gluon.jit
 def power(G):
-    """exp2 of G, a tile or the sum of two."""
-    if len(G) == 2:
-        whole = G[0] + G[1]
-        return exp2(whole) * (1.0 + LN2 * (G[1] - (whole - G[0])))
-    else:
-        return exp2(G[0])
+    """exp2 of G, the sum of two tiles."""
+    whole = G[0] + G[1]
+    return exp2(whole) * (1.0 + LN2 * (G[1] - (whole - G[0])))
 
 
 @gluon.jit
 def inverse_power(G):
     """exp2 of -G."""
-    if len(G) == 2:
-        return power((-G[0], -G[1]))
-    else:
-        return exp2(-G[0])
+    return power((-G[0], -G[1]))
