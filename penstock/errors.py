@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 DISTRIBUTION = "penstock-lm"
 """The name of the distribution in ``pyproject.toml``; the package is ``penstock``."""
@@ -47,17 +48,34 @@ class PenstockError(Exception):
 class InvalidArgument(PenstockError, ValueError):
     """An argument breaks a rule of its function."""
 
-    def of(self, function: str, names: Mapping[str, str]) -> InvalidArgument:
-        """The error of a function that passed its arguments on to the one that raised this. What names it already stays.
+    def __init__(self, text: str = "", complaints: Collection[Complaint] = ()):
+        super().__init__(text)
+        self.complaints = tuple(complaints)
+        """The broken rules one by one, if ``Complaints`` raised this."""
+
+    def of(
+        self, function: str, names: Mapping[str, str], left_out: Collection[str] = (), swapped: Mapping[str, tuple[int, int]] | None = None
+    ) -> InvalidArgument:
+        """The error of a function that passed its arguments on to the one that raised this. Complaints of its own stay.
 
         names : mapping
             What it calls the arguments that have other names there.
+        left_out : collection of str
+            Arguments (names there) that its caller left out. Complaints about the defaults that it passed in their place are dropped.
+        swapped : mapping, optional
+            Pairs of axes that it swapped, by the argument (names there). Shapes are shown as its caller passed them.
 
-        >>> print(RangeError("gla: g must be at most 0, got 1.").of("fused_recurrent_gla", {"g": "gk"}))
-        fused_recurrent_gla: gk must be at most 0, got 1.
+        >>> complaints = Complaints("gla")
+        >>> complaints.add(DtypeError, "g", "float32", "float16", "Convert it with g.to(...).")
+        >>> try:
+        ...     complaints.raise_any()
+        ... except InvalidArgument as error:
+        ...     print(error.of("fused_recurrent_gla", {"g": "gk"}))
+        fused_recurrent_gla: gk must be float32, got float16. Convert it with gk.to(...).
         """
-        other = re.compile(rf"^(?!{function}:)\w+: (\w+) must", re.MULTILINE)
-        return type(self)(other.sub(lambda found: f"{function}: {names.get(found[1], found[1])} must", str(self)))
+        kept = [one for one in self.complaints if one.function == function or one.argument not in left_out or one.value == "None"]
+        found = [one if one.function == function else one.of(function, names, swapped or {}) for one in kept or self.complaints]
+        return Complaints(function, found).error if found else self
 
 
 class ShapeError(InvalidArgument):
@@ -113,6 +131,54 @@ class OutOfMemory(EngineError):
     """A step, or the states of an engine, did not fit into memory."""
 
 
+class Complaint(NamedTuple):
+    """A broken rule."""
+
+    kind: type[InvalidArgument]
+    function: str
+    argument: str
+    rule: str
+    value: str
+    remedy: str
+
+    def __str__(self) -> str:
+        remedy = f" {self.remedy}" if self.remedy else ""
+        return f"{self.function}: {self.argument} must be {self.rule}, got {self.value}.{remedy}"
+
+    def of(self, function: str, names: Mapping[str, str], swapped: Mapping[str, tuple[int, int]]) -> Complaint:
+        """The same for the caller of another function: see ``InvalidArgument.of``."""
+        rule, value, axes = self.rule, self.value, swapped.get(self.argument)
+        if axes is not None and self.kind is ShapeError:
+            rule, value = _with_axes_swapped(rule, axes), _with_axes_swapped(value, axes)
+        argument = names.get(self.argument, self.argument)
+        return Complaint(self.kind, function, argument, _renamed(rule, names), value, _renamed(self.remedy, names))
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A rule or a remedy with other names of arguments. The article in "a tensor" is not the argument a: no such word follows a name."""
+    if not names:
+        return text
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.'\"])({known})(?=[.,;:)=]| (?:is|has|and|or|of)\b|$)", lambda found: names[found[1]], text)
+
+
+def _with_axes_swapped(text: str, axes: tuple[int, int]) -> str:
+    """A text with two axes of every shape in it swapped, of shapes that have both.
+
+    >>> _with_axes_swapped("of shape [N,H,K,V] = [1, 2, 8, 6]", (-2, -1))
+    'of shape [N,H,V,K] = [1, 2, 6, 8]'
+    """
+
+    def swap(found: re.Match[str]) -> str:
+        comma = ", " if ", " in found[1] else ","
+        sizes, (i, j) = found[1].split(comma), axes
+        if all(-len(sizes) <= axis < len(sizes) for axis in axes):
+            sizes[i], sizes[j] = sizes[j], sizes[i]
+        return f"[{comma.join(sizes)}]"
+
+    return re.sub(r"\[([^][]*)\]", swap, text)
+
+
 @dataclass
 class Complaints:
     """Collects the broken rules of one call and raises them together.
@@ -125,17 +191,22 @@ class Complaints:
     """
 
     function: str
-    found: list[tuple[type[InvalidArgument], str]] = field(default_factory=list)
+    found: list[Complaint] = field(default_factory=list)
 
     def add(self, kind: type[InvalidArgument], argument: str, rule: str, value: object, remedy: str = "") -> None:
         """Add a broken rule of ``argument``; ``remedy`` is a whole sentence."""
-        self.found.append((kind, f"{self.function}: {argument} must be {rule}, got {value}.{' ' + remedy if remedy else ''}"))
+        self.found.append(Complaint(kind, self.function, argument, rule, str(value), remedy))
 
     def raise_any(self) -> None:
-        """Raise the broken rules: as their own kind if all have the same kind, otherwise as InvalidArgument."""
+        """Raise the broken rules, if there are any."""
         if self.found:
-            kinds = {kind for kind, _ in self.found}
-            raise (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join(text for _, text in self.found))
+            raise self.error
+
+    @property
+    def error(self) -> InvalidArgument:
+        """The broken rules as an exception: of their own kind if all have the same kind, otherwise InvalidArgument."""
+        kinds = {one.kind for one in self.found}
+        return (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join(map(str, self.found)), self.found)
 
 
 def described(value: object) -> str:

@@ -52,7 +52,8 @@ class Argument:
     """Its name in messages, if different."""
     required: bool = True
     nullable: bool = False
-    """Whether None is reported as a ShapeError, not as a DtypeError: the public function has None as its default."""
+    """Whether None is reported as a ShapeError, not as a DtypeError: the public function has None as its default. With ``required=False``,
+    a rule of the signature reports it."""
     absent: str = ""
     """Why it must be None in this signature; empty if the signature has it."""
     gradient: bool = False
@@ -66,8 +67,8 @@ class Argument:
     """(axis, other): if the argument is None, ``axis`` has the size of ``other``."""
     derived: bool = False
     """Whether a public function may create it from the shapes of other arguments, so that its own shape confirms nothing."""
-    hint: str | Callable[[Tensor], str] = ""
-    """Advice in messages about a wrong shape."""
+    hint: str | Callable[[Tensor, Sizes], str] = ""
+    """Advice in messages about a wrong shape. A callable gets the known sizes, too."""
     letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     """Each axis, and the number added to its size."""
 

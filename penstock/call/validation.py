@@ -69,10 +69,10 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
     """Raise unless all arguments have the right Python types and all options are valid."""
     complaints = Complaints(signature.function)
     for argument, x in zip(signature.arguments, tensors):
-        nullable = argument.nullable or argument.absent or not argument.required
-        if not (isinstance(x, Tensor) or (x is None and nullable)):
+        optional = bool(argument.absent) or not (argument.required or argument.nullable)
+        if not (isinstance(x, Tensor) or (x is None and (optional or argument.nullable))):
             remedy = "" if x is None else f"Convert it with torch.as_tensor({argument.public})."
-            complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * bool(nullable), described(x), remedy)
+            complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * optional, described(x), remedy)
         elif isinstance(x, Tensor) and x.is_nested:
             remedy = "Concatenate its parts along the tokens, and give cu_seqlens."
             complaints.add(DtypeError, argument.public, "a dense tensor", "a nested tensor", remedy)
@@ -85,7 +85,7 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
             remedy = f"Clone {argument.public} first."
             complaints.add(RangeError, argument.public, "memory that can be written", "a tensor of zeros without memory", remedy)
     for option, value in zip(options, values):
-        _check_option(complaints, option, value)
+        check_option(complaints, option, value)
     complaints.raise_any()
 
 
@@ -96,7 +96,8 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def _check_option(complaints: Complaints, option: Option, value: object) -> None:
+def check_option(complaints: Complaints, option: Option, value: object) -> None:
+    """Check the Python type and the value of one option."""
     if value is None and option.optional:
         return
     rule, types = KINDS[option.kind]
@@ -236,7 +237,7 @@ def _check_shape(complaints: Complaints, argument: Argument, x: Tensor, sizes: d
             return
     wanted = ["*" if axis not in sizes else str(sizes[axis] + more) for axis, more in letters]
     known = "" if all(size == "*" for size in wanted) else f" = [{', '.join(wanted)}]"
-    hint = argument.hint(x) if callable(argument.hint) else argument.hint
+    hint = argument.hint(x, sizes) if callable(argument.hint) else argument.hint
     complaints.add(ShapeError, argument.public, f"of shape {_bracketed(argument)}{known}", list(shape), hint)
 
 

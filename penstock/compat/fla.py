@@ -17,6 +17,7 @@ import pkgutil
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -24,14 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.declaration import Argument
+from ..call.validation import check_tensor
 from ..documentation import entries
-from ..errors import InvalidArgument, PenstockError
+from ..errors import Complaints, DtypeError, InvalidArgument, PenstockError
 from ..recurrence import functional
+from ..tokens.decays import retnet_decay
+from ..tokens.declaration import INITIAL_STATE
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import needs_float32, normalized
+from ..tokens.sharing import repeated
 from . import fla_delta
 from .fla_arguments import ARGUMENTS, RETURNS
-from .fla_call import OLD, STATES, Call, Output
+from .fla_call import OLD, OPTIONS, STATES, Call, Output
 from .replacement import Place, Replacement
 
 VERSIONS = ("0.6.0",)
@@ -42,36 +48,58 @@ Function = Callable[..., Output]
 def _linear_attn(call: Call) -> Output:
     q, k, v, options = call["q"], call["k"], call["v"], call.options
     if not call["normalize"]:
+        _pair(call)
         return call.results(*functional.linear_attention(q, k, v, **options))
-    state = options["initial_state"]
-    kv, z = state if isinstance(state, tuple | list) and len(state) == 2 else (state, None)
-    if isinstance(kv, Tensor) or isinstance(z, Tensor):
-        options["initial_state"] = _with_sum_of_keys(call, kv, z, v)
+    options["initial_state"] = _with_sum_of_keys(call, *_pair(call))
     attend, wide = partial(functional.linear_attention, **options), needs_float32(q, k, v)
     if wide:
         q, k = q.float(), k.float()
-    output, final = normalized(attend, q, k, v, wide, least=1e-10)
+    try:
+        output, final = normalized(attend, q, k, v, wide, least=1e-10)
+    except InvalidArgument:  # v has one more column there
+        functional.linear_attention(q, k, v, **{**options, "initial_state": None})
+        raise
     return call.results(output, None if final is None else (final[..., :-1], final[..., -1:].permute(0, 3, 1, 2)))
 
 
-def _with_sum_of_keys(call: Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
+def _pair(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The state and the sum of keys that a call begins with."""
+    state = call["initial_state"]
+    if state is None or isinstance(state, Tensor):
+        return state, None
+    if call["normalize"]:
+        if isinstance(state, tuple | list) and len(state) == 2 and all(x is None or isinstance(x, Tensor) for x in state):
+            return state[0], state[1]
+        rule, remedy = "a torch.Tensor, None, or a pair of them", "Pass the pair that a call with normalize=True returned."
+    else:
+        rule, remedy = "a torch.Tensor or None with normalize=False", "The first of the pair of a call with normalize=True is one."
+    call.refuse("initial_state", rule, remedy, kind=DtypeError)
+
+
+_KV, _Z = replace(INITIAL_STATE, name="initial_state[0]"), Argument("initial_state[1]", "N 1 H K")
+
+
+def _with_sum_of_keys(call: Call, kv: Tensor | None, z: Tensor | None) -> Tensor | None:
     """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1], as ``normalized`` has it; a missing part is zero."""
-    wrong = (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1))
-    if wrong or (kv is not None and z is not None and kv.shape[:3] != (z.shape[0], *z.shape[2:])):
-        call.refuse("initial_state", "a pair of tensors [N,H,K,V] and [N,1,H,K]", "Pass the pair that a call with normalize=True returned.")
-    column = None if z is None else z.permute(0, 2, 3, 1)
-    if kv is None:
-        assert column is not None
-        kv = column.new_zeros(()).expand(*column.shape[:3], v.shape[-1])
-    return torch.cat([kv, kv.new_zeros(()).expand(*kv.shape[:3], 1) if column is None else column], -1)
+    q, v, ends = call["q"], call["v"], call["cu_seqlens"]
+    wrong = not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, v)) or not (ends is None or isinstance(ends, Tensor))
+    if wrong or (kv is None and z is None):
+        return None  # the operator refuses wrong tensors
+    sizes = {"N": q.shape[0] if ends is None else ends.numel() - 1, "H": v.shape[2], "K": q.shape[3], "V": v.shape[3], "1": 1}
+    complaints = Complaints(call.function)
+    for argument, x in ((_KV if isinstance(call["initial_state"], tuple | list) else INITIAL_STATE, kv), (_Z, z)):
+        if x is not None:
+            check_tensor(complaints, argument, x, sizes, q.device, "q")
+    complaints.raise_any()
+    kv, z = (q.new_zeros(()).expand(*(sizes[axis] for axis in axes)) if x is None else x for x, axes in ((kv, "NHKV"), (z, "N1HK")))
+    return torch.cat([kv, z.permute(0, 2, 3, 1)], -1)
 
 
 def _retention(call: Call) -> Output:
     q, k, v = call["q"], call["k"], call["v"]
     output, final = functional.retention(q, k, v, **call.options)
     if call.get("output_attentions"):
-        h = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
-        final = _attentions(call, torch.log1p(-torch.exp2(-5 - h)).expand(*q.shape[:3]))
+        final = _attentions(call, retnet_decay(v).expand(v.shape[:3]))
     return call.results(output, final)
 
 
@@ -91,17 +119,18 @@ def _simple_gla(call: Call) -> Output:
 
 
 def _attentions(call: Call, g: Tensor | None) -> Tensor:
-    """The weights [B,H,T,T] by which the output is a sum of values, in q's dtype; g [B,T,H]. Memory grows with T^2."""
+    """The weights [B,H,T,T] by which the output is a sum of values, of the heads of v, in q's dtype; g [B,T,H]. Memory grows with T^2."""
     if call["cu_seqlens"] is not None:
         call.refuse("output_attentions", "False where cu_seqlens is given", "Call it once a sequence.")
     q, k, scale = call["q"], call["k"], call["scale"]
-    dtype = state_dtype(q.dtype)
-    weights: Tensor = torch.einsum("bihk,bjhk->bhij", q.to(dtype), k.to(dtype)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    dtype, heads = state_dtype(q.dtype), call["v"].shape[2]
+    q, k = (repeated(x.to(dtype), heads) for x in (q, k))
+    weights: Tensor = torch.einsum("bihk,bjhk->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if g is not None:
         later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(-1)
         between = torch.where(later[:, :, None], g[:, :, None].to(dtype), 0).cumsum(1)  # [b, i, j, h]: the sum of g over j < t <= i
         weights = weights * between.exp().permute(0, 3, 1, 2)
-    return weights.tril().to(q.dtype)
+    return weights.tril().to(call["q"].dtype)
 
 
 def _gla(call: Call) -> Output:
@@ -172,17 +201,19 @@ def _made(name: str, run: Callable[[Call], Output], parameters: str, older_param
     """A function of the table."""
     current, older = _parsed(parameters), _parsed(older_parameters)
     names = tuple(current)
-    known = current.keys() | older.keys()
     required = [one for one in names if current[one] is _REQUIRED]
-    kind = type("Call", (Call,), {"__slots__": (), "function": name})
+    both = current | older
+    defaults = tuple((option, both[option.name]) for option in OPTIONS if option.name in both)
+    kind = type("Call", (Call,), {"__slots__": (), "function": name, "defaults": defaults})
 
     def function(*arguments: Any, **named: Any) -> Output:
         call = kind(current)
         call.update(zip(names, arguments))
         call.update(named)
         given = len(arguments)
-        if given > len(names) or any(one not in known or one in names[:given] for one in named):
-            raise TypeError(_misfit(name, names, arguments, named, known))
+        if given > len(names) or any(one not in both or one in names[:given] for one in named):
+            raise TypeError(_misfit(name, names, arguments, named, set(both)))
+        call.check()
         if len(call) > len(names):
             call = kind({**older, **call})
             call.settle_older(set(older), {*names[:given], *named})
@@ -194,7 +225,7 @@ def _made(name: str, run: Callable[[Call], Output], parameters: str, older_param
         try:
             return run(call)
         except InvalidArgument as error:
-            raise error.of(name, call.renamed) from None
+            raise call.of_caller(error) from None
 
     kinds = inspect.Parameter
     function.__name__ = function.__qualname__ = name

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.autocast import autocasting
 from ..delta import functional
+from ..errors import ShapeError
 from .fla_call import OLD, STATES, Call, Output
 
 Row = tuple[str, Any, str, str]
@@ -41,8 +43,8 @@ def _kda(call: Call) -> Output:
         call.refuse("use_graph", "False", "CUDA graphs of torch capture calls as they are.")
     gates, bias = _gates(call, "g"), call.get("dt_bias")
     if gates:
-        v, bound = call["v"], call["lower_bound"]
-        heads = max(v.shape[2], 1) if isinstance(v, Tensor) and v.dim() == 4 else 1
+        q, v, bound = call["q"], call["v"], call["lower_bound"]
+        heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 0
         if gates["A_log"] is None:
             if bound is None:
                 call.refuse("A_log", "given with use_gate_in_kernel, unless there is a lower_bound", "Pass A_log [H].")
@@ -51,7 +53,10 @@ def _kda(call: Call) -> Output:
             call.refuse(
                 "lower_bound", "given with safe_gate and use_gate_in_kernel, as in fla", "Leave out safe_gate: no gate needs it here."
             )
-        if isinstance(bias, Tensor) and bias.dim() == 1 and bias.numel() % heads == 0:
+        if bias is not None and bias.dim() == 1 and heads and isinstance(q, Tensor) and q.dim() == 4:
+            if bias.numel() != heads * q.shape[3]:
+                rule = f"of shape [H*K] or [H,K] = [{heads}, {q.shape[3]}]"
+                call.refuse("dt_bias", rule, "It has the heads of v.", ShapeError, list(bias.shape))
             gates["dt_bias"] = bias.view(heads, -1)
         gates["lower_bound"] = bound
     return call.results(*functional.kda(call["q"], call["k"], call["v"], call["g"], _beta(call), **gates, **_options(call)))
@@ -63,16 +68,17 @@ def _rwkv7(call: Call) -> Output:
 
 def _mul_rwkv7(call: Call) -> Output:
     kk, a = call["kk"], call["a"]
-    for name, x in (("kk", kk), ("a", a)):
-        if not isinstance(x, Tensor):
-            call.refuse(name, "a torch.Tensor", f"Convert it with torch.as_tensor({name}).")
-        if not x.is_floating_point():
-            call.refuse(name, "of a floating dtype", f"Convert it with {name}.to(...).", x.dtype)
-        if x.dim() != 4:
-            call.refuse(name, "of shape [B,T,H,K]", "", list(x.shape))
-    if a.shape != kk.shape:
-        call.refuse("a", f"of the shape of kk = {list(kk.shape)}", "Expand the smaller one.", list(a.shape))
+    if not _alike(kk, a):
+        return _of_rwkv7(call, kk, a)  # the operator refuses at least one of them
     return _of_rwkv7(call, -kk, kk * a)
+
+
+def _alike(x: object, y: object) -> bool:
+    """Whether x and y are dense tensors of one floating dtype, shape and device. Under autocast, dtypes may differ."""
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or any(one.is_nested or one.layout != torch.strided for one in (x, y)):
+        return False
+    dtypes = x.is_floating_point() and y.is_floating_point() and (x.dtype == y.dtype or autocasting(x.device.type))
+    return dtypes and x.shape == y.shape and x.device == y.device
 
 
 def _of_rwkv7(call: Call, a: Tensor, b: Tensor) -> Output:

@@ -96,21 +96,23 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
     unbiased = "this variant has no A_log and dt_bias"
     removed = Argument(
         "a", "B T J K" if two else "", like="q", required=two, gradient=True, absent="" if two else one, draw=lambda x: 0.5 * unit(x),
-        hint="a and b have the heads of k or of v.",
+        hint="It has the heads of k or of v.",
     )  # fmt: skip
     g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.", partial(_bounded, remedy=REMEDY[row.raw]))
     return (
         q,
         replace(k, draw=unit),
         v,
-        replace(g, required=False),
+        replace(g, required=False, nullable=bool(row.decay)),
         Argument(
             "beta", "" if two else "B T H", required=not two, gradient=True, absent=other if two else "", draw=torch.sigmoid,
             hint="beta has the heads of v.",
         ),
         removed,
         replace(removed, name="b"),
-        Argument("raw", raw, label=gate, required=False, gradient=True, absent="" if raw else "this variant has no raw gates"),
+        Argument(
+            "raw", raw, label=gate, required=False, nullable=bool(raw), gradient=True, absent="" if raw else "this variant has no raw gates"
+        ),
         Argument(
             "A_log", "H" if bias else "", required=False, gradient=True, absent="" if bias else unbiased,
             hint="It has one number per head of v: A_log.flatten() of a parameter [1,1,H,1].",
@@ -195,11 +197,12 @@ def _below_zero(value: Any) -> Wrong | None:
     return None if finite(value) is None and value < 0 else Wrong("finite and below 0", shortened(value))
 
 
+LOWER_BOUND = Option("lower_bound", "float", optional=True, values=_below_zero)
 RAW_OPTIONS = (
     Option("use_qk_l2norm", "bool"),
     Option("beta_logits", "bool"),
     Option("allow_neg_eigval", "bool"),
-    Option("lower_bound", "float", optional=True, values=_below_zero),
+    LOWER_BOUND,
 )
 OPTIONS = (tokens.scale(default_scale), tokens.OUTPUT_FINAL_STATE, *RAW_OPTIONS)
 ADVANCE_OPTIONS = (OPTIONS[0], *RAW_OPTIONS)

@@ -100,7 +100,7 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
     """The arguments that both operators share."""
     return (
         *tokens.queries_keys_values(query),
-        tokens.decay(" ".join(row.decay), gate, nullable, row.name == "retention", lambda x: _other_variants(row, x.dim())),
+        tokens.decay(" ".join(row.decay), gate, nullable, row.name == "retention", lambda x, _: _other_variants(row, x.dim())),
         Argument(
             "u", "H K" if row.bonus else "", nullable=nullable, gradient=True, absent="" if row.bonus else "this variant has no bonus",
             hint="A bonus has the heads of v.",
@@ -135,7 +135,7 @@ def summed(row: Variant) -> Signature:
     arguments = (
         replace(k, like=""),
         replace(v, like="k"),
-        tokens.decay(" ".join(row.decay), "", True, row.name == "retention", lambda x: _other_variants(row, x.dim())),
+        tokens.decay(" ".join(row.decay), "", True, row.name == "retention", lambda x, _: _other_variants(row, x.dim())),
         replace(tokens.INITIAL_STATE, axes="B H K V"),
     )
     axes = tokens.AXES | {"counts": "B T"}

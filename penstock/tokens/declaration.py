@@ -17,15 +17,19 @@ from .dtypes import state_dtype
 def queries_keys_values(query: str = "") -> tuple[Argument, Argument, Argument]:
     """q, k and v. ``query``: the name of q in messages."""
     shared = f"k has as many heads as {query or 'q'}; k.repeat_interleave(n, 2) repeats each of its heads n times."
+
+    def of_heads(k: Tensor, sizes: Sizes) -> str:
+        return shared if k.dim() == 4 and k.shape[2] != sizes.get("G") else ""
+
     return (
         Argument("q", "B T G K", label=query, gradient=True, hint="Tokens come before heads."),
-        Argument("k", "B T G K", like="q", gradient=True, hint=shared),
+        Argument("k", "B T G K", like="q", gradient=True, hint=of_heads),
         Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
     )
 
 
 def decay(
-    axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor], str], values: Values = log_decay
+    axes: str, label: str, nullable: bool, derived: bool, hint: str | Callable[[Tensor, Sizes], str], values: Values = log_decay
 ) -> Argument:  # fmt: skip
     """The log decay g with some of the axes B, T, H and K; none if the signature has no decay."""
     return Argument(

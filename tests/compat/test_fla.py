@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import fla_errors
 import pytest
 import torch
 from token_loop import close, loop
@@ -165,8 +166,12 @@ def test_a_constant_decay_of_heads_is_g_gamma(inputs):
 
 @pytest.mark.parametrize("name", ["parallel_retention", "parallel_simple_gla"])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_attentions_are_the_weights_of_the_values(name, scale, inputs):
+@pytest.mark.parametrize("heads", [H, 1])
+def test_attentions_are_the_weights_of_the_values(name, heads, scale, inputs):
+    """With ``heads`` of q and k, each of which H // heads heads of v share."""
     call, options = named_inputs(name, inputs), gates_of(name, inputs)[1]
+    call |= {one: inputs[one][:, :, :heads] for one in "qk"}
+    inputs |= {one: call[one].repeat_interleave(H // heads, 2) for one in "qk"}
     output, attentions = ours.FUNCTIONS[name](**call, scale=scale, output_attentions=True)
     assert attentions.shape == (B, H, T, T)
     close(torch.einsum("bhij,bjhv->bihv", attentions, inputs["v"]), output)
@@ -215,10 +220,10 @@ def test_arguments_that_cannot_be_kept_are_refused(inputs):
             lambda: ours.parallel_retention(q[:1], k[:1], v[:1], output_attentions=True, cu_seqlens=torch.tensor([0, T])),
             "output_attentions must be False where cu_seqlens is given",
         ),
-        (lambda: ours.chunk_linear_attn(q, k, v, initial_state=(q[0], None)), "initial_state must be a pair of tensors"),
+        (lambda: ours.chunk_linear_attn(q, k, v, initial_state=(q[0], None)), "initial_state[0] must be of shape [N,H,K,V] = [2, 3, 4, 5]"),
         (
-            lambda: ours.chunk_linear_attn(q, k, v, initial_state=(torch.zeros(1, 2, 3, 4), torch.zeros(2, 1, 2, 3))),
-            "initial_state must be a pair of tensors",
+            lambda: ours.chunk_linear_attn(q, k, v, initial_state=(inputs["state"], torch.zeros(1, 1, H, K))),
+            "initial_state[1] must be of shape [N,1,H,K] = [2, 1, 3, 4], got [1, 1, 3, 4]",
         ),
         (lambda: ours.chunk_gla(q, k, v, -g), "a log decay, natural logarithm, nowhere above 0"),
     ]
@@ -286,6 +291,12 @@ def test_errors_name_the_function_and_its_argument(name, inputs):
     if "g_gamma" in inspect.signature(ours.FUNCTIONS[name]).parameters:
         with pytest.raises(InvalidArgument, match=f"^{name}: g_gamma must"):
             ours.FUNCTIONS[name](**{**given, "g": None}, g_gamma=inputs["g"])
+
+
+@pytest.mark.parametrize("check", fla_errors.CHECKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_what_the_caller_passed(name, check, inputs):
+    check(ours.FUNCTIONS[name], named_inputs(name, inputs), inputs["state"] if name in WITH_STATES else None)
 
 
 def test_lists_of_states_are_refused_without_normalize(inputs):

@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import fla_errors
 import pytest
 import torch
 from delta_loop import delta_loop
@@ -175,6 +176,12 @@ def test_errors_name_the_function_and_its_argument(name, inputs):
     if "gk" in inspect.signature(ours.FUNCTIONS[name]).parameters and "gk" not in call:
         with pytest.raises(InvalidArgument, match=rf"^{name}: gk must"):
             ours.FUNCTIONS[name](**{**call, "g": None}, gk=x)
+
+
+@pytest.mark.parametrize("check", fla_errors.CHECKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_what_the_caller_passed(name, check, inputs):
+    check(ours.FUNCTIONS[name], call_of(name, inputs)[0], inputs["state"])
 
 
 def test_promises_about_gates_do_not_change_results(inputs):
