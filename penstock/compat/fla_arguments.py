@@ -47,7 +47,7 @@ ARGUMENTS = {
     "output_final_state": (
         "bool\nWhether to return the state after the last token, in the layout of ``initial_state``,\nfloat32 (float64 for float64 inputs)."
     ),
-    "output_attentions": "bool\nWhether to return the attention matrix [B,H,T,T].",
+    "output_attentions": "bool\nWhether to return the attention matrix [B,H,T,T], H being the heads of v.",
     "state_v_first": "bool\nWhether states are [N,H,V,K].",
     "reverse": "bool\nRun time backwards.",
     "normalize": "bool\nDivide by ``scale * q . (running sum of keys) + 1e-10``.",
@@ -55,7 +55,7 @@ ARGUMENTS = {
         "int32 or int64 Tensor [N+1], optional\n"
         "Packed sequences: B is 1, and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``."
     ),
-    "cu_seqlens_cpu": "Tensor, optional\nThe copy on the host is not needed here: no call waits for the device.",
+    "cu_seqlens_cpu": "Tensor, optional\nThe copy on the host is not needed here: no call waits for the device. It must equal cu_seqlens.",
     "head_first": "bool\nOlder versions: tokens and heads are the other way round, [B,H,T,...], in the inputs and the output.",
     "causal": "bool\nOlder versions: True is how every function works; False is refused.",
     "offsets": "Tensor, optional\nThe name of cu_seqlens in older versions.",
