@@ -300,7 +300,11 @@ def penstock_gdn_gradients_specialised_sm90(
     cu_seqlens, scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: gl.constexpr, V: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T o D, M = -Y U^T o D. Tensors: see ``scalar_gradients.py``.
+    """dq, dk, dg and dbeta, from U = T X, P = scale dO U^T o D, M = -Y U^T o D.
+
+    TMA tiles: q, k, dq, dk [C,K] of tokens [B T,H / R K], dO and Y [C,V] of [B T,H V], E [C,V] and A_k T [C,C] of [slots,H,C,...], S^T and
+    dS'^T [V,K] of [slots,H,V,K]. Reads g and beta [B,T,H] by strides. Writes dq, dk [B,T,H / R,K], dg and dbeta [B,T,H]. Program (slot of a
+    chunk, head of q and k): the R heads of v that share it one after another. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
 
     Barriers have memory of their own as long as the kernel runs: where the compiler's scratch memory took the place of barriers that TMA
     had completed, numbers in it changed (Triton 3.6, H200). So q and k are loaded by the loading warp, too.
