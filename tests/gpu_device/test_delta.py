@@ -1,12 +1,13 @@
 """The delta rule on a GPU against the token loop in float64: heads, lengths, gates, keys, raw inputs, pools. Run with ``pytest -m gpu``."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from canonical import Sequences, check
 from closing import check_closing
-from contract import check_results, measured
+from contract import check_results, measured, run
 from cuts import CUTS, changed, followed
 from delta_cases import bounded_cases, gates, pooled_cases, raw_cases
 from deltas import KEYS, VARIANTS, Delta, PooledDelta
@@ -286,6 +287,29 @@ def test_forms_that_are_named(case, forms):
                 found = case.call(changed(case, tensors, cut, after), "triton_chunkwise").output
                 assert torch.equal(found[:, :cut], first["output"][:, :cut]), (cut, after)
     assert set(forms) <= planned
+
+
+MANY = [
+    *((variant, dtype, D, ()) for variant in VARIANTS for dtype in (BFLOAT16, FLOAT16, FLOAT32) for D in (64, 128)),
+    *((variant, BFLOAT16, D, SCALAR) for variant in ("gated_delta_rule", "delta_rule") for D in (64, 128)),
+    ("rwkv7", FLOAT32, 64, ANCHORED),
+]
+"""Variants, dtypes, heads, and forms that are named."""
+
+
+@pytest.mark.parametrize(("variant", "dtype", "D", "forms"), MANY, ids=str)
+def test_gradients_of_many_programs_have_equal_bits(variant, dtype, D, forms):
+    """All multiprocessors are busy, and programs begin beside others: what one of 10,000 changes is found."""
+    if forms and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU")
+    case = case_of(variant, T=2048, B=4, K=D, V=D, dtype=dtype, raw=variant == "rwkv7")
+    case = replace(case, H=8, gate="weak" if VARIANTS[variant].decay and not case.raw else case.gate)
+    tensors, upstream = case.tensors(DEVICE), case.upstream(DEVICE)
+    with trying({}, *forms) if forms else nullcontext():
+        first = run(case, tensors, upstream, "triton_chunkwise")
+        for _ in range(10):
+            for name, x in run(case, tensors, upstream, "triton_chunkwise").items():
+                assert torch.equal(x, first[name]), name
 
 
 HALF = {"dtype": BFLOAT16, "others": FLOAT32}
