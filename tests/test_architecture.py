@@ -15,6 +15,7 @@ NAMING = {
     "penstock.layers.softmax_attention": "the layer of softmax attention",
     "penstock.layers.attention_pages": "the same over pages",
     "penstock.compat.fla": "other projects' names on the public functions",
+    "penstock.compat.fla_call": "an option of the delta rule that other projects' functions declare",
     "penstock.compat.fla_delta": "other projects' names on the public functions",
     "penstock.compat.flash_rwkv": "other projects' names on the public functions",
     "penstock.compat.transformers": "other projects' names on the public functions",
