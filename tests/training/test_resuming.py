@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint: equal to a whole run; checkpoints that are not whole, damaged or of something else."""
+"""Resuming from a checkpoint gives the weights of an uninterrupted run; incomplete, damaged and foreign checkpoints are refused."""
 
 import shutil
 
