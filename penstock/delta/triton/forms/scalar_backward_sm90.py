@@ -30,7 +30,7 @@ def refuses_specialised(call: Backward) -> str | None:
 
 
 def avoids_specialised(call: Backward) -> str | None:
-    """Every call, until the kernel has been compared with the oracle on a GPU in its present form."""
+    """Every call, until dg is within its budget for near keys, and the kernel has been compared with the oracle on a GPU."""
     return "its gradients have not been compared with the oracle on a GPU yet"
 
 
