@@ -1,11 +1,11 @@
 """The gradients of ``scalar_gradients.py`` for bfloat16 inputs, by three groups of warps that wait for each other by barriers in memory.
 
     of queries: U, dbeta, P, dq, sum(S o dS'), and the sums over decays of the next head, while
-    of keys: M, dk and dg of this head
+    of keys: M, F, dk and dg of this head
     of loads: one warp, which copies the tiles of the next head where both are done with those of this one
 
-F is the sum of two, P o q k^T and M o k k^T, each rounded and multiplied by its group. Where keys are near each other these cancel, and dg
-had up to 1.3 of its budget. The formulas are those of ``scalar_gradients.py``.
+F is the sum of P o q k^T, which the group of queries stores in two parts, and M o k k^T. Where keys are near each other these cancel, so
+their sum is rounded, not each of them. The formulas are those of ``scalar_gradients.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import meet, store_in_two, unknown, zero_rows_from
 from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import chunk_of_slot
 from .layouts import C
+from .parts import load_parts
 from .programs import nonzero
 from .scalar_gradients import from_token_on, removed, store_gradient, sum_of_product
 
@@ -136,7 +137,7 @@ def begin_head(rings, vectors, u_bar, pointers, numbers, r, DECAYS: gl.constexpr
 
 @gluon.jit
 def gradients_of_queries(rings, own, signals, squares, vectors, pointers, numbers, out, R, DECAYS: gl.constexpr):
-    """dq, and what keys and dg need of it: U, P and, for each head, rowsum(q o dq), sums of F, and sum(S o dS')."""
+    """dq, and what keys and dg need of it: U, P, P o q k^T and, for each head, rowsum(q o dq) and sum(S o dS')."""
     e, _, _, o, S, dS = rings
     q, k = own
     u_bar, p_bar, free_bar, done_bar = signals
@@ -177,8 +178,7 @@ def gradients_of_queries(rings, own, signals, squares, vectors, pointers, number
         mbarrier.wait(free_bar.index(0), (r + 1) & 1)  # keys have multiplied P of the head before
         p_s.store(P.to(kind))
         if DECAYS:
-            f_s = squares.index(zero + 2)
-            f_s.store((P * of_q).to(kind))
+            store_in_two(P * of_q, squares.index(zero + 2), squares.index(zero + 3))
         wait_full(S[1], r, 1)
         signal(p_bar, 0)
         dQ = warpgroup_mma(o_s, S_s, wide_zero, use_acc=False, is_async=True)
@@ -199,11 +199,8 @@ def gradients_of_queries(rings, own, signals, squares, vectors, pointers, number
         d_q = warpgroup_mma(p_s, k_s, d_q, is_async=True)
         if DECAYS:
             found[0].index(copy).store(gl.sum(q_s.load(wide).to(gl.float32) * dQ, 1))
-            found[2].index(copy).store(gl.zeros([C], gl.float32, LINE) + of_state)
-            pairs, d_q = pairs_between(f_s, d_q, zero)
-            found[1].index(copy).store(pairs)
-        else:
-            d_q = warpgroup_mma_wait(0, [d_q])
+            found[1].index(copy).store(gl.zeros([C], gl.float32, LINE) + of_state)
+        d_q = warpgroup_mma_wait(0, [d_q])
         signal(done_bar, 0)
         if r + 1 < R:
             begin_head(rings, vectors, u_bar, pointers, numbers, r + 1, DECAYS)
@@ -246,9 +243,10 @@ def gradients_of_keys(rings, own, signals, squares, vectors, g, numbers, out, d_
             M = warpgroup_mma_wait(0, [M])
         M = gl.where(token_of_row() > token_of_column(), -M, 0.0)
         m_s.store(M.to(kind))
+        mbarrier.wait(p_bar.index(0), copy)
         if DECAYS:
-            f_s = squares.index(zero + 3)
-            f_s.store((M * of_k).to(kind))
+            f_s = squares.index(zero + 2)
+            f_s.store((M * of_k + load_parts((f_s, squares.index(zero + 3)), SQUARE)).to(kind))
         wait_full(S[1], r, 1)
         wait_full(dS[1], r, 1)
         fence_async_shared()
@@ -278,15 +276,14 @@ def gradients_of_keys(rings, own, signals, squares, vectors, g, numbers, out, d_
         d_k += dB
         d_k = warpgroup_mma(m_s, k_s, d_k, is_async=True)
         d_k = warpgroup_mma(m_s.permute((1, 0)), k_s, d_k, is_async=True)
-        mbarrier.wait(p_bar.index(0), copy)
         d_k = warpgroup_mma(squares.index(zero).permute((1, 0)), q[0].index(zero), d_k, is_async=True)
         d_k = warpgroup_mma_wait(0, [d_k])
         mbarrier.wait(done_bar.index(0), copy)
         if DECAYS:
             of_queries = found[0].index(copy).load(LINE)
-            of_state = element(found[2].index(copy), 0) * total
+            of_state = element(found[1].index(copy), 0) * total
             gradient = gradients_of_decays(of_queries - of_rows, of_columns, of_state, d, at >= left)
-            gradient += found[1].index(copy).load(LINE) + of_pairs
+            gradient += of_pairs
             gl.store(d_decay + r + at.to(gl.int64) * H, gradient.to(d_decay.dtype.element_ty), mask=at < left)
         meet()  # all warps have multiplied P
         mbarrier.arrive(free_bar.index(0), count=1)
@@ -332,7 +329,7 @@ def penstock_gdn_gradients_specialised_sm90(
     )  # fmt: skip
     squares = gl.allocate_shared_memory(kind, [4 if DECAYS else 2, C, C], half)
     found = ()
-    for _ in gl.static_range(3):
+    for _ in gl.static_range(2):
         found = found + (gl.allocate_shared_memory(gl.float32, [2, C], PLAIN),)
     vectors = (decay_vectors(), gl.allocate_shared_memory(gl.float32, [C], PLAIN), found)
     signals = (barriers(2, 1), barriers(1, 1), barriers(1, 1), barriers(1, 1))
