@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper_tiles import async_load
+from .hopper_tiles import async_load, meet
 
 
 @gluon.jit
@@ -27,6 +27,19 @@ def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     for n in gl.static_range(STAGES):
         mbarrier.init(made.index(n), count=ARRIVALS)
     return made
+
+
+@gluon.jit
+def invalidate(bars):
+    """End the use of ``bars``, whose last phases all warps have waited for. A kernel ends with it, so its barriers keep their memory.
+
+    The compiler gives the memory of barriers that are not used any more to tiles or its own scratch, whose numbers a barrier that is not
+    invalidated may change.
+    """
+    meet()
+    for m in gl.static_range(len(bars)):
+        for n in gl.static_range(bars[m].shape[0]):
+            mbarrier.invalidate(bars[m].index(n))
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra import cuda
 
 from ...gpu.hopper_tiles import async_load, meet, reinterpret
+from ...gpu.ring import barriers, invalidate
 from .few_rows import centred, interpolated, moments, scaled, selected, summed
 from .hopper_products import UNIT, panels
 from .token_shift import tanh
@@ -254,9 +255,7 @@ def penstock_shifted_products(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_s = gl.allocate_shared_memory(w0.dtype, [BLOCKS // LINES, LINES, UNIT], half)
     w_s = gl.allocate_shared_memory(w0.dtype, [STAGES, GROUPS * HEIGHT, UNIT], half)
-    w_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in range(STAGES):
-        mbarrier.init(w_bars.index(i), count=1)
+    w_bars = barriers(STAGES, 1)
     fence_async_shared()
     meet()
     n = block * HEIGHT
@@ -273,3 +272,4 @@ def penstock_shifted_products(
         add_up(w0, y0, n, n0, x_s, w_s, w_bars, K, True)
     else:
         add_up(w1, y1, n, n1, x_s, w_s, w_bars, K, False)
+    invalidate((w_bars,))

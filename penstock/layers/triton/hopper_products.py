@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra import cuda
 
 from ...gpu.hopper_tiles import async_load, meet, reinterpret
+from ...gpu.ring import barriers, invalidate
 
 UNIT = gl.constexpr(64)  # elements of K per block: its rows are 128 bytes
 
@@ -229,18 +230,10 @@ def penstock_products_hopper(
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_s = gl.allocate_shared_memory(x0.dtype, [X_STAGES, GROUPS * APART * BM, UNIT], half)
     w_s = gl.allocate_shared_memory(x0.dtype, [STAGES, GROUPS * HEIGHT, UNIT], half)
-    x_bars = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    w_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for i in range(X_STAGES):
-        mbarrier.init(x_bars.index(i), count=1)
-    for i in range(STAGES):
-        mbarrier.init(w_bars.index(i), count=1)
-    mbarrier.init(warm.index(0), count=1)
+    bars = (barriers(X_STAGES, 1), barriers(STAGES, 1), barriers(1, 1))
     fence_async_shared()
     meet()
     others = (gate, normed, pool, slots, p_n, parts, counts, R)
-    bars = (x_bars, w_bars, warm)
     if PARTS == 1:
         at = block * BN
         product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS % 2 == 1, GATE, LASTS)
@@ -281,3 +274,4 @@ def penstock_products_hopper(
                 product(
                     x6, w6, y6, others, at, n6, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, (COLUMNS >> 6) % 2 == 1, False
                 )
+    invalidate(bars)

@@ -313,6 +313,11 @@ def bar_init(bar, count):
     machine().bars[bar.data.data_ptr()] = _Bar(count)
 
 
+def bar_invalidate(bar):
+    one = machine().bars.pop(bar.data.data_ptr())
+    assert not one.copies, "a copy is in flight whose barrier is invalidated"
+
+
 def bar_expect(bar, bytes_, pred=True):
     if bool(raw(pred)):
         one = _bar(bar)
@@ -635,7 +640,8 @@ _SPECIAL = {
     "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
     "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,
-    "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
+    "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, invalidate=bar_invalidate,
+                                MBarrierLayout=_Layout),
     "tma": SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 _made: dict[int, Any] = {}
@@ -697,6 +703,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         _local.machine, _local.warps = one, warps
         function(*given, **constants)
         one.check_reads()
+        assert not one.bars, "a barrier that is not invalidated: the compiler may give its memory to others"
         assert not awaited, "a program that does not wait for the kernel ahead"
 
 

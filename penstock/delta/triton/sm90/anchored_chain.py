@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from .layouts import C
 from .parts import added_in_parts, as_left, finished, in_parts, load_parts, product_of_parts, transposed
 from .programs import places, row_of_pool, store_in_pool, walk_of_program
@@ -194,6 +194,7 @@ def penstock_rwkv7_chain_sm90(
     elif chunks > 0:
         store_chunk(made_tiles, made_s, token, first, h, H, chunks - 1, OUTPUT, MADE)
     tma.store_wait(0)
+    invalidate(bars)
 
 
 @gluon.jit
@@ -293,3 +294,4 @@ def penstock_rwkv7_chain_bwd_sm90(
         store_state(dS_tiles, made_s, first, last, MADE)
     gl.store(d_initial_state + (owner * H + head) * (K * K) + dk * K + dv, dS)
     tma.store_wait(0)
+    invalidate(bars)

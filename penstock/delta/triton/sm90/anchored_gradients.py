@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, unknown, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import gradients_of_gates, logarithms, tokens_through
 from .layouts import C
@@ -353,3 +353,4 @@ def penstock_rwkv7_gradients_sm90(
     dG = gradients_of_gates(dG, g, inside, RAW)
     gl.store(d_decay + first + (i * step + j), dG.to(d_decay.dtype.element_ty), mask=inside)
     tma.store_wait(0)
+    invalidate((bars,))

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.hopper_tiles import meet, unknown
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import gradients_of_gates, inverse_power, logarithms, power, sums_before, sums_in_two, tokens_through
 from .anchored_gradients import computed_again
@@ -167,6 +167,7 @@ def penstock_rwkv7_values_float32_sm90(
     meet()
     Z = Y + sum_of_products((transposed(T_s),), (z_s,), wide)
     store_rows(z + place * (C * K), Z, C, K)
+    invalidate((bars,))
     meet()  # all warps have multiplied Y
     store_parts(Z, z_s)
     fence_async_shared()
@@ -307,3 +308,4 @@ def penstock_rwkv7_gradients_float32_sm90(
     dG += gl.load(kept + place * K + gl.arange(0, K, gl.SliceLayout(0, wide)))[None, :] - of_removals
     gates, inside = places_of(g, left, g_t, g_k, wide)
     store_rows(d_decay + first, gradients_of_gates(dG, gates, inside, RAW, True).to(d_decay.dtype.element_ty), left, step)
+    invalidate((bars,))

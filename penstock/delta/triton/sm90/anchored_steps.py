@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, store_in_two, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import logarithms, tokens_through
 from .anchored_inverse import inverse
@@ -230,3 +230,4 @@ def penstock_rwkv7_steps_sm90(
     else:
         async_store(more_tiles, [at, 0], late_a)
     tma.store_wait(0)
+    invalidate((bar,))

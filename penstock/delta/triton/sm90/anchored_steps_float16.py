@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, exp2, meet, store_in_two
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import logarithms
 from .anchored_inverse import inverse
@@ -159,3 +159,4 @@ def penstock_rwkv7_steps_float16_sm90(
     store_tile(read_tiles, at, q_s)
     store_tile(step_tiles, at, a_s)
     tma.store_wait(0)
+    invalidate((bar,))

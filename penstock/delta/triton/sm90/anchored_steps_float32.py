@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, meet
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import inverse_power, logarithms, power, sums_before, sums_in_two
 from .anchored_inverse import inverse
@@ -168,3 +168,4 @@ def penstock_rwkv7_steps_float32_sm90(
     store_tile(read_tiles, 3 * at, q_s)
     store_tile(step_tiles, 3 * at, a_s)
     tma.store_wait(0)
+    invalidate((bar,))

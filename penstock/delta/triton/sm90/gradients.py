@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, inverse, meet, most_of_both, reinterpret, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import LOG2E, chunk_of_slot, powers_of_two
 from .columns import PAIRS, RIGHT, TILE, group_of, products_of_group, store_group, store_in_blocks, store_in_groups, summed
 from .layouts import GROUPS, ROWS, C
@@ -377,3 +377,4 @@ def penstock_kda_gradients_sm90(
         gl.store(d_query + there, whole_q.load(clean), mask=i < left)
         gl.store(d_key + there, whole_k.load(clean), mask=i < left)
     tma.store_wait(0)
+    invalidate((loaded,))

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from ....gpu.hopper_tiles import async_load, async_store, exp2, in_two, meet, plus, reinterpret, store_in_two, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import LOG2E, chunk_of_slot, powers_of_two
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
@@ -444,3 +444,4 @@ def penstock_kda_prepare_sm90(
     k_s._keep_alive()
     if F16:
         a_low_s._keep_alive()
+    invalidate((loaded,))

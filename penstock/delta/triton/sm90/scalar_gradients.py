@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_store, in_two, inverse, meet, most, unknown, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import chunk_of_slot, powers_of_two
 from .layouts import C
 from .programs import nonzero
@@ -416,3 +416,4 @@ def penstock_gdn_gradients_sm90(
     store_gradient(dq_tiles, d_q, q_s, d_query, row, group * K, token, step, left)
     store_gradient(dk_tiles, d_k, k_s, d_key, row, group * K, token, step, left)
     tma.store_wait(0)
+    invalidate(bars + state_bars + r_bars + qk_bars)

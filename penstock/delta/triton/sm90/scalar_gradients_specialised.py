@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import meet, store_in_two, unknown, zero_rows_from
-from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
+from ....gpu.ring import barriers, invalidate, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import chunk_of_slot
 from .layouts import C
 from .parts import load_parts
@@ -354,3 +354,8 @@ def penstock_gdn_gradients_specialised_sm90(
         [4, 1],
         [240, 24],
     )
+    for one in gl.static_range(2):
+        invalidate(own[one][1])
+    for one in gl.static_range(6):
+        invalidate(rings[one][1])
+    invalidate(signals)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_load, async_store, in_two, meet, reinterpret, scaled_half, store_in_two, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored_inverse import inverse
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
@@ -249,3 +249,4 @@ def penstock_gdn_prepare_sm90(
         if REMOVALS:
             async_store(r_tiles, [at, 0], r_s)
         tma.store_wait(0)
+    invalidate((loaded,))

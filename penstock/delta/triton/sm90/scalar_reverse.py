@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, meet, scaled_half, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import powers_of_two
 from .layouts import C
 from .programs import nonzero, places, vectors_of, walk_of_program
@@ -233,3 +233,4 @@ def penstock_gdn_reverse_sm90(
             store_step(y_tiles, dS_tiles, out_s, state_s, place, last, tokens, vb, V, BV, COPIES)
     gl.store(d_initial_state + (owner * H + head) * (K * V) + dk * V + dv, dS)
     tma.store_wait(0)
+    invalidate(bars)

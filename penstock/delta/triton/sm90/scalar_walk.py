@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, in_two, meet, scaled_half, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from .layouts import C
 from .parts import added_in_parts
 from .programs import places, row_of_pool, store_in_pool, vectors_of, walk_of_program
@@ -247,3 +247,4 @@ def penstock_gdn_walk_sm90(
         else:
             gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)
+    invalidate(bars)

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, in_two, meet, reinterpret, store_in_two, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import powers_of_two
 from .layouts import C
 from .programs import places, row_of_pool, store_in_pool, walk_of_program
@@ -297,3 +297,4 @@ def penstock_kda_walk_sm90(
     elif OUTPUT:
         gl.store(final_state + (owner * H + head) * (K * V) + dk * V + dv, S)
     tma.store_wait(0)
+    invalidate(bars)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import meet, unknown, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import chunk_of_slot
 from .layouts import C
 from .programs import nonzero
@@ -233,3 +233,4 @@ def penstock_gdn_wide_gradients_sm90(
         keys = gl.convert_layout(of_columns, line)
         gradient = gradients_of_decays(queries, keys, of_state, d, at >= left) + gl.convert_layout(pairs, line)
         gl.store(d_decay + at.to(gl.int64) * H, gradient.to(d_decay.dtype.element_ty), mask=at < left)
+    invalidate(bars + r_bars + qk_bars)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import expect
+from ....gpu.ring import expect, invalidate
 from .layouts import C
 from .programs import decays_of, nonzero, of_tokens, places, walk_of_program
 from .wide_ring import begin, expect_next, load_narrow, load_next, wait_wide
@@ -146,3 +146,4 @@ def penstock_gdn_wide_reverse_sm90(
         load_narrow(narrow, rings, narrow_bars, narrow_steps, m + 2, m + 2 < chunks)
     gl.store(d_initial_state + (owner * H + head) * (K * V) + j * V + y, dS)
     tma.store_wait(0)
+    invalidate((bars,) + narrow_bars)

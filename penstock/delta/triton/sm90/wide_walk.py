@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
-from ....gpu.ring import expect
+from ....gpu.ring import expect, invalidate
 from .layouts import C
 from .programs import decays_of, of_tokens, places, row_of_pool, store_in_pool, walk_of_program
 from .wide_ring import begin, expect_next, load_narrow, load_next, wait_wide
@@ -171,3 +171,4 @@ def penstock_gdn_wide_walk_sm90(
     elif OUTPUT:
         gl.store(final_state + (owner * H + head) * (K * V) + j * V + y, S)
     tma.store_wait(0)
+    invalidate((bars,) + narrow_bars)

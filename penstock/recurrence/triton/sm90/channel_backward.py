@@ -21,9 +21,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import exp2, meet, most, reinterpret
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import powers_of_two
 from ..heads import MEDIUM, SMALL
 from .backward_memory import (
@@ -270,9 +271,7 @@ def penstock_channel_bwd_sm90(
     u += whole_head * u_h + key * u_k
 
     memory = memory_of(q_tiles.dtype, K, IN_STEPS, L)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for m in gl.static_range(2):
-        mbarrier.init(bars.index(m), count=1)
+    bars = barriers(2, 1)
     place = Place(token.to(gl.int32), (h * K).to(gl.int32), (whole_head * V).to(gl.int32), pid, n, tokens)
     tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles)
     of_S, of_dS = 1.0, 1.0
@@ -313,3 +312,6 @@ def penstock_channel_bwd_sm90(
         memory, memory.X, x, (g, g_t, g_k), bonus, whole, of_levels, (dq, dk, dg, du), first, per_chunk, tokens,
         H, DG, STATIC, PREVIOUS, HALF, True, L,
     )  # fmt: skip
+    invalidate((bars,))
+    if IN_STEPS:
+        invalidate(step[3])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, meet, most, most_of_both, reinterpret, zero_rows_from
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import powers_of_two
 from ..heads import SMALL
 from .backward_memory import LEVELS, Memory, Place, layouts_of
@@ -331,9 +332,7 @@ def penstock_channel_bwd_float32_sm90(
 
     memory, own_s = memory_of(K, L)
     Y_s = reinterpret(memory.X, gl.float32, [LEVELS, C, K], L.whole)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for m in gl.static_range(2):
-        mbarrier.init(bars.index(m), count=1)
+    bars = barriers(2, 1)
     fence_async_shared()
     meet()
     place = Place(token.to(gl.int32), (h * K).to(gl.int32), (whole_head * V).to(gl.int32), pid, n, tokens)
@@ -369,3 +368,4 @@ def penstock_channel_bwd_float32_sm90(
         memory, Y_s, x, (g, g_t, g_k), bonus, whole, 1.0, (dq, dk, dg, du), first, per_chunk, tokens,
         H, DG, STATIC, PREVIOUS, False, False, L,
     )  # fmt: skip
+    invalidate((bars,))

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....gpu.hopper_tiles import let_next_begin, meet, sequence_with_pieces
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .channel_state import walk
@@ -129,27 +130,17 @@ def penstock_channel_fwd_sm90(
         ups_s = u_s
     part_s = gl.allocate_shared_memory(gl.float32, [2, GROUPS, K], plain2)
     total_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(s), count=1)
-        mbarrier.init(ready.index(s), count=1)
-    for s in gl.static_range(SLOTS // 2):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    loaded, full, empty, ready = barriers(STAGES, 1), barriers(SLOTS // 2, 1), barriers(SLOTS // 2, 1), barriers(STAGES, 1)
     ring = (q_s, k_s, v_s)
     g_s = part_s
     arrived = loaded
     if TILED:
         g_s = gl.allocate_shared_memory(g_tiles.dtype, [C, K], g_tiles.layout)
-        arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(arrived, count=1)
+        arrived = barriers(1, 1)
     fence_async_shared()
     meet()
     sides = (part_s, total_s, g_s, own_s, ups_s)
-    bars = (loaded, full, empty, ready, arrived)
+    bars = (loaded, full, empty, ready, arrived.index(0))
     key_column = h * K
     value_column = h // BLOCKS * V + vb * C
     tiles = (q_tiles, k_tiles, g_tiles, v_tiles, o_tiles)
@@ -175,3 +166,6 @@ def penstock_channel_fwd_sm90(
             [WARPS],
             [REGISTERS],
         )  # fmt: skip
+    invalidate((loaded, full, empty, ready))
+    if TILED:
+        invalidate((arrived,))

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_store, inverse, meet, reinterpret, unknown, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import powers_of_two, slot_of, tokens_of
 from ..heads import LARGE
 
@@ -265,3 +265,4 @@ def penstock_channel_walk_sm90(
         last += (owner * H + head) * (K * V) + (vb * BV + dv)[:, None] + dk[None, :] * V
         store_halves(S_0, S_1, last, V)
     tma.store_wait(0)
+    invalidate(bars)

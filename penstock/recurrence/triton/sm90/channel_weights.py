@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import exp2, meet, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import powers_of_two
 from ..heads import LARGE
 from .dyadic import GROUPS, ROWS, C, R, around, between, blocks, chunk_at, decays, grouped, in_blocks, in_second_half, near_levels, spread
@@ -200,3 +200,4 @@ def penstock_channel_weights_sm90(
     if PREVIOUS and HALF:
         D = gl.where(a == b, D * up_u, D)
     store_weights(A, D, D_s, weights + pid.to(gl.int64) * (C * C), powers + pid.to(gl.int64) * C, scale, HALF, ROW_POWERS, square)
+    invalidate(bars)

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import C, decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, reinterpret, unknown
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .scalar_decays import place_of_decays, store_decays, zero_padding
@@ -350,3 +350,4 @@ def penstock_scalar_bwd_sm90(
         first += (owner * H + head) * (K * C) + key * C + value
         gl.store(first, dS.to(first.dtype.element_ty))
     tma.store_wait(0)
+    invalidate(bars)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import C, decay_vectors, factors_between, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_store, meet, reinterpret
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .scalar_decays import zero_padding
@@ -184,3 +184,4 @@ def penstock_scalar_fwd_sm90(
     last += (owner * H + head) * (K * C) + key * C + value
     gl.store(last, S.to(last.dtype.element_ty))
     tma.store_wait(0)
+    invalidate(bars)

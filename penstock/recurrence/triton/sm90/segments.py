@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import exp2, let_next_begin, meet, zero_rows_from
-from ....gpu.ring import barriers, expect, load_tiles
+from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import LOG2E, slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .dyadic import around, flat, grouped, spread, widened
@@ -235,6 +235,7 @@ def penstock_segment_sums_sm90(
         gl.store(sums + (to + dk) * V + dv, S)
         if vb == 0:
             gl.store(decays + to + channel, gl.sum(D, 0))
+    invalidate(bars)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
@@ -312,3 +313,4 @@ def penstock_chunk_states_sm90(
         S = S * sides[2].load(gl.SliceLayout(1, mma))[:, None] + made
     if FINAL:
         gl.store(last + (slot * step + h * K + dk) * V + dv, S.to(last.dtype.element_ty))
+    invalidate(bars)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, exp2, meet
-from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
+from ....gpu.ring import barriers, invalidate, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import LOG2E
 from ..portable.tiles import keys_of, place_of, queries_of, sees
 from .tiles import ROWS, leave, place_in_grid, tidied
@@ -139,7 +139,8 @@ def penstock_attention_bwd_dq_sm90(
     o_s = gl.allocate_shared_memory(o_tiles.dtype, [GROUPS, ROWS, D], o_tiles.layout)
     k_ring, k_bars = ring_of(k_tiles, STAGES, 1, GROUPS)
     v_ring, v_bars = ring_of(v_tiles, STAGES, 1, GROUPS)
-    q_bar = barriers(1, 1).index(0)
+    loaded = barriers(1, 1)
+    q_bar = loaded.index(0)
     fence_async_shared()
     meet()
     shared = (q_s, o_s, k_ring, v_ring)
@@ -171,6 +172,7 @@ def penstock_attention_bwd_dq_sm90(
             [4, 1],
             [REGISTERS, 24],
         )
+    invalidate(k_bars + v_bars + (loaded,))
 
 
 @gluon.jit
@@ -295,7 +297,8 @@ def penstock_attention_bwd_dkdv_sm90(
     q_ring, q_bars = ring_of(q_tiles, STAGES, 2, GROUPS)  # a tile of q, and the exponents and deltas of its rows
     o_ring, o_bars = ring_of(o_tiles, STAGES, 1, GROUPS)
     row_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_bar = barriers(1, 1).index(0)
+    loaded = barriers(1, 1)
+    k_bar = loaded.index(0)
     fence_async_shared()
     meet()
     shared = (k_s, v_s, q_ring, o_ring, row_ring)
@@ -326,3 +329,4 @@ def penstock_attention_bwd_dkdv_sm90(
             [4, 1],
             [REGISTERS, 24],
         )
+    invalidate(q_bars + o_bars + (loaded,))

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, meet
-from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
+from ....gpu.ring import barriers, invalidate, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import LOG2E
 from ..portable.tiles import keys_of, place_of, sees
 from .tiles import ROWS, exp2_here, leave, place_in_grid, tidied
@@ -145,8 +145,9 @@ def penstock_attention_fwd_sm90(
     q_s = gl.allocate_shared_memory(q_tiles.dtype, [GROUPS, ROWS, D], q_tiles.layout)
     k_ring, k_bars = ring_of(k_tiles, STAGES, 1, GROUPS)
     v_ring, v_bars = ring_of(v_tiles, STAGES, 1, GROUPS)
-    q_bar = barriers(1, 1).index(0)
-    turns = q_bar
+    loaded = barriers(1, 1)
+    q_bar = loaded.index(0)
+    turns = loaded
     if GROUPS > 1:
         turns = barriers(GROUPS, 1)
     fence_async_shared()
@@ -175,3 +176,6 @@ def penstock_attention_fwd_sm90(
             [4, 1],
             [REGISTERS, 24],
         )
+    invalidate(k_bars + v_bars + (loaded,))
+    if GROUPS > 1:
+        invalidate((turns,))
