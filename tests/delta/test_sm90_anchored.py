@@ -202,12 +202,8 @@ def test_the_gradient_of_the_state_alone(final, dtype):
     check_state_alone(BACKWARD, p, d_output, d_final if final else None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "named"),
-    [(torch.bfloat16, ()), (torch.float16, ()), (torch.float32, NAMED)],
-    ids=["bfloat16", "float16", "float32, named"],
-)
-def test_calls_with_raw_gates(dtype, named, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_calls_with_raw_gates(dtype, monkeypatch):
     """From a call to the kernels and back, without the stage of raw inputs."""
     case, ran = replace(OF, H=2, T=130, others=torch.float32, dtype=dtype), []
 
@@ -219,7 +215,7 @@ def test_calls_with_raw_gates(dtype, named, monkeypatch):
     monkeypatch.setattr(launch.launch, "run", run)
     monkeypatch.setattr(triton, "gpu_refuses", lambda x: None)
     problem, wanted = contract.problem_of(case, case.tensors()), oracle(case)
-    with standing_in(H200), trying({}, *named):
+    with standing_in(H200):
         (output, _), residuals = triton.CHUNKWISE.forward_with_residuals(problem)
         gradients = triton.CHUNKWISE.backward(problem, Upstream(upstream(case), (), residuals, ()))
     assert ran == list(NAMED)
@@ -242,7 +238,8 @@ def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():
     assert taken(OF, H200)
     assert taken(OF, H200, "backward", d_output)
     assert taken(replace(OF, lengths=(3, 5, 70)), H200)
-    assert taken(replace(OF, dtype=torch.float16), H200)
+    for dtype in DTYPES:
+        assert taken(replace(OF, dtype=dtype), H200)
     assert not taken(OF, H200, "backward", d_output.expand(2, *d_output.shape[1:])[:, :, :, :1].expand(-1, -1, -1, OF.V))
     with standing_in(H200):
         reasons = [(one.name, one.reason) for one in answers.verdicts(answers.CHUNKWISE, contract.problem_of(OF, OF.tensors()), "forward")]
@@ -254,11 +251,9 @@ def test_raw_gates_are_read_where_the_form_of_the_pass_reads_them():
     problem = contract.problem_of(OF, OF.tensors())
     assert {form.refusal(Forward.of(problem, H200)) for form in (chunks.FORWARD, segments.FORWARD)} == {"it takes log decays"}
     assert not taken(OF, H200, "advance")
-    assert not taken(replace(OF, dtype=torch.float32), TARGETS["sm_100"])  # no form takes it
-    for other in (replace(OF, H=2, G=1), replace(OF, V=128), replace(OF, dtype=torch.float32), replace(OF, variant="kda")):
+    assert not taken(OF, TARGETS["sm_100"])  # no form takes it
+    for other in (replace(OF, H=2, G=1), replace(OF, V=128), replace(OF, variant="kda")):
         assert not taken(other, H200)
-    with trying({}, *NAMED):
-        assert taken(replace(OF, dtype=torch.float32), H200)
 
 
 @pytest.mark.parametrize(

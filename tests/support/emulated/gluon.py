@@ -306,7 +306,9 @@ class _Bar:
 
 
 def _bar(bar):
-    return machine().bars[bar.data.data_ptr()]
+    found = machine().bars.get(bar.data.data_ptr())
+    assert found is not None, "a barrier before it is initialised, or after it is invalidated"
+    return found
 
 
 def bar_init(bar, count):
