@@ -38,8 +38,14 @@ def invalidate(bars):
     """
     meet()
     for m in gl.static_range(len(bars)):
-        for n in gl.static_range(bars[m].shape[0]):
-            mbarrier.invalidate(bars[m].index(n))
+        _invalidate_slots(bars[m])
+
+
+@gluon.jit
+def _invalidate_slots(bars):
+    STAGES: gl.constexpr = bars.shape[0]
+    for n in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(n))
 
 
 @gluon.jit
