@@ -49,7 +49,7 @@ def sums_of_parts(x, rows):
 def test_tiles_equal_their_definitions(case):
     problem = problem_of(case, repeated=True)
     plan, call = Plan(), Forward.of(problem, H200)
-    channels_float32_sm90.add_tiles(plan, call, removals=True)
+    channels_float32_sm90.add_prepare(plan, call, removals=True)
     found = gluon.run(plan, given(problem), problem.sizes)
     p, worst = problem, {}
     spans = problem.spans() if case.lengths else [(0, case.T)]

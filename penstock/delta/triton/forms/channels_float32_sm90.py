@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ....gpu.hopper import Tile
-from ....gpu.plan import Plan
+from ....call.implementation import Example
+from ....gpu.forms import Form
+from ....gpu.hopper import Tile, absent, no_matrix
+from ....gpu.plan import Plan, chunks
 from ....tokens.gpu_calls import sequences, tokens
-from ..calls import C, Call
+from ..calls import CHANNEL, C, Call, Forward, InPlace
+from .chunks import in_place
+from .float32_sm90 import PARTS, add_tiles, add_walk
+from .scalar_sm90 import other_dtype, other_heads
+from .walks import over_pieces, over_sequences
 
+NOT_RUN = "its kernels for float32 have not run on a GPU yet"
 W = 32
 """Key channels of a block of ``prepare_float32``."""
 
 
-def add_tiles(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
-    """The memory of the tiles of all chunks, with A_k T only if ``removals``, and the launch that computes them."""
+def refuses(call: Call) -> str | None:
+    """One stream with decays per channel that are read after, float32, heads of 64 or 128, and tensors that TMA can copy."""
+    p = call.p
+    if call.decay != CHANNEL or call.streams != 1 or not call.after:
+        return "it computes one stream with decays per channel"
+    if p.g is None or p.beta is None:
+        return "it takes a decay and beta"
+    most = max(PARTS * C, call.K, call.V)
+    if (why := other_dtype(call, torch.float32) or other_heads(call) or call.other_rows(C, most)) is not None:
+        return why
+    if p.g.dtype != torch.float32:
+        return f"g must be float32, it is {p.g.dtype}"
+    if (why := no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v) or no_matrix("g", p.g)) is not None:
+        return why
+    if p.sizes["H"] > 1 and (p.q.stride(2) == 0) != (p.k.stride(2) == 0):
+        return "q and k must have the same heads"
+    return call.grouped
+
+
+def avoids(call: Call) -> str | None:
+    """Every call."""
+    return NOT_RUN
+
+
+def keeps(call: Forward) -> bool:
+    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
+    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
+    return call.keep and dense
+
+
+def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
+    """The tiles of all chunks, with A_k T only if ``removals``, and the launch that computes them."""
     from ..sm90 import prepare_float32
 
-    p, H, K, slots = call.p, call.H, call.K, call.chunks(C)
-    k, b, q = (plan.empty(name, slots, H, 3 * C, K, dtype=torch.bfloat16) for name in ("k_read", "solved_keys", "q_read"))
-    a = plan.empty("weights", slots, H, 3 * C, C, dtype=torch.bfloat16)
-    r = plan.empty("removals", slots, H, C, C) if removals else a
-    totals = plan.empty("totals", slots, H, K)
+    p, H = call.p, call.H
+    tiles = add_tiles(plan, call, removals)
     shared = p.q.stride(2) == 0 and H > 1
     plan.launch(
-        prepare_float32.penstock_kda_prepare_float32_sm90, call.programs(slots, 1),
-        ("q", "k", "g", q, k, b, a, r, "beta", totals, "cu_seqlens"),
+        prepare_float32.penstock_kda_prepare_float32_sm90, call.programs(call.chunks(C), 1),
+        ("q", "k", "g", *tiles, "beta", "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
         (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2),
-        writes=(q, k, b, a, *[r] * removals, totals), fused=not piece,
-        K=K, PACKED=call.packed, REMOVALS=removals, PIECE=piece,
+        writes=tuple(sorted({*tiles})), fused=not piece,
+        K=call.K, PACKED=call.packed, REMOVALS=removals, PIECE=piece,
     )  # fmt: skip
+
+
+def _forward(call: Forward) -> Plan:
+    """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
+    plan, keep = Plan(keeps=True), keeps(call)
+    add_prepare(plan, call, removals=keep)
+    add_walk(plan, call, over_sequences(plan, call, output=True, keep=keep))
+    return plan
+
+
+def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
+    """Add the launches for whole pieces, each one chunk."""
+    add_prepare(plan, call, False, piece)
+    add_walk(plan, call, over_pieces(call, output, piece))
+
+
+SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 128, "V": 128}
+HEADS: tuple[dict[str, int], ...] = ({}, {"V": 64, "H": 1, "G": 1, "J": 1}, {"K": 64, "V": 64})
+EXAMPLES = tuple([Example("kda", torch.float32, SIZES | heads) for heads in HEADS])
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_float32_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
+PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
+    "kda_pieces_float32_sm90", _pieces, absent, refuses, avoids, examples=in_place(EXAMPLES)
+)

@@ -1,12 +1,12 @@
-"""What a chunk of KDA needs besides the state, on Hopper with float32 inputs, in Gluon: ``prepare.py`` with operands in three bfloat16 parts.
+"""What a chunk of KDA needs besides the state, on Hopper with float32 inputs, in Gluon: ``prepare.py`` in three bfloat16 parts.
 
-A_q and A_k are sums over dyadic levels whose factors are at most 1, so the time does not depend on the decays. Decays are sums of logarithms
-in two parts, multiples of 2^-8 and rests: sums of multiples are exact, so their differences are accurate for every decay. Within a group of
-16 tokens a level has, of each token, the sum up to it from the middle (second halves) or the sum after it up to the middle (first halves).
+A_q and A_k are sums over dyadic levels whose factors are at most 1, so the time does not depend on the decays. Decays are sums of
+logarithms in two parts, multiples of 2^-8 and rests: sums of multiples are exact, so their differences are accurate for every decay. The
+factor of a token in a level is the exponential of one such sum: up to it from the middle (second halves), or after it up to the middle.
 
 Products of levels are six of parts. Those of a block of W key channels are summed in registers: tensor cores cut an accumulator off at each
 step. Blocks of q and g are loaded into a ring of two, k is in shared memory, and k o w_{s+1} ... w_64 takes its place. With K = 128 two
-programs share a multiprocessor.
+programs share a multiprocessor. The parts of a block, of columns of levels 16 and 32 and then of what is stored, share memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ....gpu.hopper_decays import COARSE, GONE
+from ....gpu.hopper_decays import COARSE
 from ....gpu.hopper_tiles import async_load, async_store, in_three, meet, reinterpret, zero_rows_from
 from ....gpu.ring import barriers
 from ....gpu.tiles import chunk_of_slot
@@ -133,7 +133,7 @@ def near_pairs(Q, X, g, D_q, D_k):
 
 @gluon.jit
 def near_of_parts(x, near_s, acc):
-    """``acc`` plus the products of level 16, see ``near`` of ``prepare.py``, of rows x [C,W] and columns in three parts."""
+    """``acc`` plus the products of level 16 of rows x [C,W] and columns in three parts, see ``near`` of ``prepare.py``."""
     paired: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
     x = in_three(x, gl.bfloat16)
     y = gl.zeros([2, 2 * ROWS, ROWS], gl.float32, paired)
@@ -145,7 +145,7 @@ def near_of_parts(x, near_s, acc):
 
 @gluon.jit
 def far_of_parts(x, far_s, acc):
-    """``acc`` plus the products of level 32, see ``far`` of ``prepare.py``, of rows x [C,W] and columns in three parts, from tile 3 of ``far_s`` on."""
+    """``acc`` plus the products of level 32 of rows x [C,W] and columns in three parts, the last tiles of ``far_s``."""
     narrow: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     x = in_three(x, gl.bfloat16)
     y = gl.zeros([C, 2 * ROWS], gl.float32, narrow)
@@ -171,14 +171,14 @@ def solved_keys(T_s, rest_s, mma: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
 def penstock_kda_prepare_float32_sm90(
-    q_tiles, k_tiles, g_tiles, qt_tiles, kt_tiles, bt_tiles, a_tiles, r_tiles, beta, totals, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
+    q_tiles, k_tiles, g_tiles, kt_tiles, qt_tiles, bt_tiles, a_tiles, r_tiles, totals, beta, cu_seqlens, scale, N, T, H, R, b_b, b_t, b_h,
     K: gl.constexpr, PACKED: gl.constexpr, REMOVALS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """T = (I + diag(beta) A_k)^-1, A = A_q T, B^T = T^T (k o w_{s+1} ... w_64), q and k o w_1 ... w_t, total = w_1 ... w_64.
 
     Reads q, k [B,T,H / R,K] and g [B,T,H,K] as TMA tiles [C,W] and beta [B,T,H] by strides, all in float32. Writes the parts of q, k, B^T
-    [slots,H,3 C,K] and of A [slots,H,3 C,C] in bfloat16, total [slots,H,K] in float32 and, with REMOVALS, A_k T [slots,H,C,C] in float32.
-    Program (slot of a chunk, head): all of it. PIECE: only chunks of C tokens are processed.
+    [slots,H,3 C,K], of A and, with REMOVALS, A_k T [slots,H,3 C,C] in bfloat16, and total [slots,H,K] in float32. Program (slot of a chunk,
+    head): all of it. PIECE: only chunks of C tokens are processed.
     """
     gl.static_assert(q_tiles.dtype == gl.float32)
     BLOCKS: gl.constexpr = K // W
@@ -287,8 +287,8 @@ def penstock_kda_prepare_float32_sm90(
     meet()
     inverse(on_diagonal(inverted_blocks(n_s, d_s), wide), T_s, N_s)
     if REMOVALS:
-        removals_s = gl.allocate_shared_memory(gl.float32, [C, C], r_tiles.layout)
-        removals_s.store(product_from_registers(pairs, T_s))
+        removals_s = gl.allocate_shared_memory(gl.bfloat16, [3, C, C], r_tiles.layout)
+        store_parts(product_from_registers(pairs, T_s), parts_at(removals_s, 0, 3))
     A = assembled((D_q, near_q, far_q), narrow, wide)
     A = gl.where(i[:, None] == j[None, :], own_s.load(gl.SliceLayout(1, wide))[:, None], A) * scale
     store_parts(product_from_registers(A, T_s), N_s)
@@ -296,7 +296,7 @@ def penstock_kda_prepare_float32_sm90(
     meet()
     send_parts(n_parts, 0, a_tiles, at, 0)
     if REMOVALS:
-        async_store(r_tiles, [(place * C).to(gl.int32), 0], removals_s)
+        send_parts(removals_s, 0, r_tiles, at, 0)
 
     blocks_s = reinterpret(n_parts, gl.bfloat16, [6, C, W], bt_tiles.layout)
     for p in range(BLOCKS):
@@ -312,4 +312,6 @@ def penstock_kda_prepare_float32_sm90(
     tma.store_wait(0)
     # until here these are read by copies: without this, later allocations get their memory
     n_parts._keep_alive()
+    if REMOVALS:
+        removals_s._keep_alive()
     loaded._keep_alive()
