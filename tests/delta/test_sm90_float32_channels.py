@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import arithmetic
+from cases import arithmetic, upstream
 from deltas import Delta
 from emulated import gluon
 from hopper_deltas import EMULATED, H200, given, problem_of
 
-from penstock.delta.triton.calls import C, Forward
+from penstock.delta.triton.calls import Backward, C, Forward
 from penstock.delta.triton.forms import channels_float32_sm90
 from penstock.gpu.plan import Plan
 
@@ -63,5 +63,52 @@ def test_tiles_equal_their_definitions(case):
                     y = y[: end - begin, : x.shape[1]] if x.dim() > 1 else y
                     worst[name] = max(worst.get(name, 0.0), float((x - y).norm() / (x.norm() + 1e-30)))
     large = 20 if case.beta == 2.0 else 1  # entries of T are large
-    print(case, {name: f"{x:.1e}" for name, x in worst.items()})
     assert max(worst.values()) <= large * arithmetic(case.dtype), worst
+
+
+def exact_walks(problem, d_output, d_final):
+    """W, the states before and the gradients of states after chunks, dV, and all gradients, of one sequence by the token loop."""
+    p = problem
+    q, k, v, g, beta, S = (x.detach().double() for x in (p.q, p.k, p.v, p.g, p.beta, p.initial_state))
+    beta = torch.where(beta.abs() < 2.0**-100, 2.0**-100, beta)
+    leaves = [x.requires_grad_() for x in (q, k, v, g, beta, S)]
+    errors, outputs, states = [], [], []
+    for t in range(p.sizes["T"]):
+        if t % C == 0:
+            S = S.clone()  # of which later chunks are functions, not the last output
+            S.retain_grad()
+            states.append(S)
+        S = S * g[:, t].exp()[..., None]
+        errors.append(v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t] * beta[:, t, :, None], errors[-1])
+        outputs.append(p.scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    torch.autograd.backward([torch.stack(outputs, 1), S], [d_output.double(), d_final.double()])
+    after = torch.cat([*(x.grad.mT for x in states[1:]), d_final.double().mT])
+    W = torch.nn.functional.pad(torch.cat([x.detach() for x in errors]), (0, 0, 0, 0, 0, -p.sizes["T"] % C))
+    W = W.unflatten(0, (-1, C)).transpose(1, 2)
+    made = {"errors": W, "chunk_states": torch.cat([x.detach().mT for x in states]), "d_chunk_states": after, "dv": v.grad}
+    grads = dict(zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), (x.grad for x in leaves)))
+    return {name: x.float().contiguous() for name, x in made.items()}, grads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(OF, gate=gate, T=T) for gate, T in zip(GATES, 5 * (70, 130))),
+        replace(OF, T=3),
+        replace(OF, K=64, V=64, gate="mixture", H=2),
+        replace(OF, K=64, T=130, gate="logsigmoid/16", scale=-0.3),
+        replace(OF, V=64, key="equal", beta=1.0, gate="weak"),
+    ],
+    ids=str,
+)
+def test_gradients_from_exact_walks(case):
+    """The launches after both walks, of one sequence."""
+    problem, (d_output, d_final) = problem_of(case, repeated=True), upstream(case)
+    walked, wanted = exact_walks(problem, d_output, d_final)
+    plan, call = Plan(), Backward.of(problem, H200, d_output=d_output, d_final_state=d_final)
+    channels_float32_sm90.add_gradients(plan, call)
+    found = gluon.run(plan, given(problem) | walked | {"d_output": d_output}, problem.sizes)
+    for name in ("dq", "dk", "dg", "dbeta"):
+        off = float((found[name].double() - wanted[name]).norm())
+        assert off <= arithmetic(case.dtype) * wanted[name].norm() + 1e-30, (name, off / wanted[name].norm())
