@@ -16,7 +16,7 @@ from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import InPlace
-from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_sm90, wide_sm90
+from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_float32_sm90, scalar_sm90, wide_sm90
 from penstock.gpu.plan import Plan
 from penstock.tokens.pieces import CHUNK
 
@@ -32,6 +32,8 @@ CASES["wide keys"] = replace(OF, K=256)
 CASES["wide values"] = replace(OF, variant="delta_rule", V=192)
 CASES["float16"] = replace(OF, dtype=torch.float16)
 CASES["float16 of 64"] = replace(OF, variant="delta_rule", K=64, V=64, dtype=torch.float16)
+CASES["float32"] = replace(OF, dtype=torch.float32)
+CASES["float32 of 64"] = replace(OF, variant="delta_rule", K=64, V=64, dtype=torch.float32)
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UPDATES = [
     ("gated_delta_rule", None, None, FLOAT32, "contiguous", "mixture"),
@@ -66,6 +68,10 @@ UPDATES = [
     ("float16", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "heads first", "logsigmoid"),
     ("float16", (5, 64, 70), (-1, 4, 1), FLOAT16, "gaps", "gone"),
     ("float16 of 64", (130, 64, 3), (1, -4, 0), FLOAT64, "contiguous", "weak"),
+    ("float32", None, (5, -1), FLOAT32, "contiguous", "mixture"),
+    ("float32", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "heads first", "logsigmoid"),
+    ("float32", (5, 64, 70), (-1, 4, 1), FLOAT32, "gaps", "gone"),
+    ("float32 of 64", (130, 64, 3), (1, -4, 0), FLOAT64, "gaps", "weak"),
 ]
 """A name of ``CASES``, lengths of sequences, rows of the pool, its dtype and layout, and decays."""
 FORMS = {
@@ -73,6 +79,7 @@ FORMS = {
     "kda of 64": channels_sm90.PIECES, "kda in float16": channels_sm90.PIECES, "wide keys": wide_sm90.PIECES,
     "rwkv7 in float16": anchored_sm90.PIECES, "rwkv7 in float32": anchored_sm90.PIECES, "wide values": wide_sm90.PIECES,
     "float16": scalar_sm90.PIECES, "float16 of 64": scalar_sm90.PIECES,
+    "float32": scalar_float32_sm90.PIECES, "float32 of 64": scalar_float32_sm90.PIECES,
 }  # fmt: skip
 
 

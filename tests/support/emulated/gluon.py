@@ -346,6 +346,11 @@ def bar_wait(bar, phase, pred=True):
     machine().switch(complete)
 
 
+def bar_invalidate(bar):
+    assert not _bar(bar).copies, "a barrier of a copy that nobody has waited for"
+    del machine().bars[bar.data.data_ptr()]
+
+
 def copy_in(descriptor, at, bar, target, pred=True):
     if not bool(raw(pred)):
         return
@@ -635,7 +640,9 @@ _SPECIAL = {
     "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
     "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,
-    "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
+    "mbarrier": SimpleNamespace(
+        init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, invalidate=bar_invalidate, MBarrierLayout=_Layout
+    ),
     "tma": SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 _made: dict[int, Any] = {}

@@ -23,10 +23,8 @@ HEADS = (64, 128)
 """Key and value channels of a head."""
 BV = 64
 """Value channels of a program that walks."""
-OPERAND = Tile(PARTS * C, C, 3)
-"""As walks copy the parts of an operand: all of 64 columns."""
 PART = Tile(C, C, 3)
-"""As launches of all chunks copy them: one part of 64 columns."""
+"""As the parts of an operand are copied: 64 columns of one."""
 KEPT = ("k_read", "solved_keys", "q_read", "weights", "totals", "errors", "chunk_states")
 """What the forward pass keeps for the backward pass, by the names of its plan: tiles, W and the states before chunks. With K = V = 128 it
 is 4232 bytes for a token and head."""
@@ -73,7 +71,7 @@ def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
         walk_float32.penstock_delta_walk_float32_sm90, call.programs(walk.number, V // BV),
         ("k_read", "q_read", "solved_keys", "weights", "removals" if walk.kept else "weights", "v", out, "beta", "totals",
          first or "totals", out, walk.final or "totals", *(walk.kept or ("totals", "totals")), "cu_seqlens", walk.rows or "q"),
-        (sequences, tokens, call.H, *call.strides("beta"), *steps), 4, (*[OPERAND] * 5, *[values] * 2),
+        (sequences, tokens, call.H, *call.strides("beta"), *steps), 4, (*[PART] * 5, *[values] * 2),
         fused=not walk.piece, K=K, V=V, BV=BV, **walk.constants(call),
     )  # fmt: skip
 
@@ -91,6 +89,6 @@ def add_reverse(plan: Plan, call: Backward) -> None:
         reverse_float32.penstock_delta_reverse_float32_sm90, call.programs(sequences, V // BV),
         ("solved_keys", "q_read", "k_read", "weights", "d_output", dv, "beta", "totals", last or d_initial, dv, dS, d_initial,
          "cu_seqlens"),
-        (sequences, tokens, H, *call.strides("beta"), *steps), 4, (*[OPERAND] * 4, *[Tile(C, BV)] * 2),
+        (sequences, tokens, H, *call.strides("beta"), *steps), 4, (*[PART] * 4, *[Tile(C, BV)] * 2),
         K=K, V=V, BV=BV, FINAL=last is not None, PACKED=call.packed,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ....gpu.forms import Form
 from ....gpu.plan import Plan
 from ...declaration import Delta
@@ -13,7 +15,9 @@ from . import (
     channels_backward_sm90,
     channels_sm90,
     chunks,
+    float32_sm90,
     scalar_backward_sm90,
+    scalar_float32_sm90,
     scalar_sm90,
     segments,
     tokens,
@@ -26,6 +30,7 @@ InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
     scalar_sm90.FORWARD,
+    scalar_float32_sm90.FORWARD,
     wide_sm90.FORWARD,
     anchored_sm90.FORWARD,
     segments.FORWARD,
@@ -41,7 +46,14 @@ CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     chunks.BACKWARD,
 )
 TOKEN_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (tokens.FORWARD,)
-PIECES: tuple[InPlaceForm, ...] = (channels_sm90.PIECES, scalar_sm90.PIECES, wide_sm90.PIECES, anchored_sm90.PIECES, chunks.PIECES)
+PIECES: tuple[InPlaceForm, ...] = (
+    channels_sm90.PIECES,
+    scalar_sm90.PIECES,
+    scalar_float32_sm90.PIECES,
+    wide_sm90.PIECES,
+    anchored_sm90.PIECES,
+    chunks.PIECES,
+)
 """Of an update in place: whole pieces of 64 tokens."""
 TOKENS_IN_PLACE: tuple[InPlaceForm, ...] = (tokens.IN_PLACE,)
 """Of an update in place: the tokens after the last piece."""
@@ -49,4 +61,6 @@ TOKENS_IN_PLACE: tuple[InPlaceForm, ...] = (tokens.IN_PLACE,)
 
 def residuals_of(p: Delta) -> tuple[str, ...]:
     """The names, in plans, of what a forward pass may keep for the backward pass."""
+    if p.q.dtype == torch.float32:
+        return float32_sm90.KEPT
     return channels_sm90.kept(p) if "K" in p.variant.decay else scalar_sm90.kept(p)

@@ -18,7 +18,7 @@ def penstock_delta_reverse_float32_sm90(
 ):  # fmt: skip
     """Y = beta o (A^T dO + B^T dS'), dS = total o dS' + q^T dO - k^T Y, from the last chunk to the first.
 
-    TMA tiles: the parts [3 C,64] of B^T, q, k and A of [slots,H,3 C,...], dO and dV [C,BV] of tokens [B T,H V]. Reads beta [B,T,H] and,
+    TMA tiles: the parts [C,64] of B^T, q, k and A of [slots,H,3 C,...], dO and dV [C,BV] of tokens [B T,H V]. Reads beta [B,T,H] and,
     with FINAL, the gradient of the final state [N,H,K,V] by strides, total [slots,H,K]. Writes dV, the transposed dS' of each chunk
     [slots,H,V,K] and the gradient of the initial state [N,H,K,V]. Program (sequence, head, block of BV value channels).
     """
