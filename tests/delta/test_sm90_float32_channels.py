@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import arithmetic, upstream
-from deltas import Delta
+from cases import arithmetic, check_against, upstream
+from deltas import Delta, allowed, oracle
 from emulated import gluon
-from hopper_deltas import EMULATED, H200, given, problem_of
+from hopper_deltas import EMULATED, H200, forward, given, problem_of
 
 from penstock.delta.triton.calls import Backward, C, Forward
 from penstock.delta.triton.forms import channels_float32_sm90
@@ -16,6 +16,31 @@ from penstock.gpu.plan import Plan
 pytestmark = EMULATED
 OF = Delta("kda", B=1, H=1, T=70, K=128, V=128, dtype=torch.float32, others=torch.float32)
 GATES = ("zero", "weak", "logsigmoid/16", "logsigmoid/0.1", "-exp(N(2,1))", "channels", "uneven", "spikes", "gone", "mixture")
+
+
+CASES = [
+    *(replace(OF, gate=gate, T=150) for gate in GATES),
+    *(replace(OF, key=key, beta=beta, gate="weak") for key in ("positive", "near", "equal") for beta in (1.0, 2.0)),
+    replace(OF, B=2, T=70, H=2, G=1, gate="mixture"),
+    replace(OF, T=64, V=64, H=2),
+    replace(OF, T=1, V=64),
+    replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+    replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
+    replace(OF, T=70, scale=0.0),
+    replace(OF, v_factor=1e4, state_factor=1e5, gate="mixture"),
+    replace(OF, T=1, gate=-18.0, still=True),
+    *(replace(OF, K=64, V=64, gate=gate) for gate in ("weak", "logsigmoid/16", "mixture", "gone")),
+    replace(OF, K=64, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+]
+FORWARD, BACKWARD, PIECES = channels_float32_sm90.FORWARD, channels_float32_sm90.BACKWARD, channels_float32_sm90.PIECES
+NAMES = ("output", "final_state")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_the_oracle(case):
+    """Within the budget of kernels that compute in float32."""
+    found, wanted = forward(FORWARD, problem_of(case, repeated=True)), oracle(case)
+    check_against({n: found[n] for n in NAMES}, {n: wanted[n] for n in NAMES}, case.dtype, allowed(case, "triton_chunkwise"))
 
 
 def chunk_tiles(q, k, g, beta, scale):
