@@ -177,6 +177,8 @@ def test_a_pool_without_rows_is_not_read(name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_is_taken_on_hopper(name):
+    """Those that have run on a GPU."""
     _, _, _, problem, _ = problem_and_pool(*next(one for one in UPDATES if one[0] == name))
-    assert plan.advance_plan(problem, H200).forms[0] == FORMS[name].name
+    taken = "delta_pieces" if FORMS[name].avoids(InPlace.of(problem, H200)) else FORMS[name].name
+    assert plan.advance_plan(problem, H200).forms[0] == taken
     assert plan.advance_plan(problem, A100).forms[0] == "delta_pieces"

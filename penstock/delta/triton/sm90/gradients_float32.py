@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.hopper_tiles import async_load, in_three, meet, reinterpret
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import power
 from .columns import PAIRS, RIGHT, TILE, halves_of, in_second_half, joined, none_of, of_partner, times
@@ -323,4 +323,4 @@ def penstock_kda_gradients_float32_sm90(
         store_group(dq + more_q + e * X, d_query + first, step, left, m)
         store_group(dk + more_k + e * Q, d_key + first, step, left, m)
         store_group(dg, d_decay + first, step, left, m)
-    loaded._keep_alive()  # no other allocation may get a barrier's memory
+    invalidate((loaded,))

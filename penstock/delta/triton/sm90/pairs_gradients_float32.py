@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.hopper_tiles import async_load, in_three, meet, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .layouts import GROUPS, ROWS, C
 from .parts import as_singles, finished, product_of_parts, store_over, transposed
@@ -164,4 +164,4 @@ def penstock_kda_pairs_float32_sm90(
         gl.store(of_states + (there + K * C), of_y)
         gl.store(of_states + (there + 2 * K * C), of_o)
         gl.store(kept + place * K + kb * C + j, across)
-    bars._keep_alive()  # no other allocation may get a barrier's memory
+    invalidate((bars,))

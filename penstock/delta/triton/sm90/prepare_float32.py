@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import COARSE
 from ....gpu.hopper_tiles import async_load, async_store, in_three, meet, reinterpret, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import power
 from .anchored_inverse import inverse
@@ -314,4 +314,4 @@ def penstock_kda_prepare_float32_sm90(
     n_parts._keep_alive()
     if REMOVALS:
         removals_s._keep_alive()
-    loaded._keep_alive()
+    invalidate((loaded,))

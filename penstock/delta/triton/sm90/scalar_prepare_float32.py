@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
 from ....gpu.hopper_tiles import async_load, async_store, meet, unknown, zero_rows_from
-from ....gpu.ring import barriers
+from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored_inverse import inverse
 from .inverse import blocks_on_diagonal, inverted_blocks, on_diagonal, store_blocks
@@ -218,6 +218,4 @@ def penstock_gdn_prepare_float32_sm90(
     k_memory._keep_alive()
     N_memory._keep_alive()
     T_memory._keep_alive()
-    meet()
-    mbarrier.invalidate(q_bar)
-    mbarrier.invalidate(k_bar)
+    invalidate((bars,))

@@ -61,6 +61,17 @@ def wait_slots(slots, phase):
 
 
 @gluon.jit
+def barriers_of(operands):
+    """The barriers of several tensors."""
+    found = ()
+    for m in gl.static_range(len(operands)):
+        for n in gl.static_range(len(operands[m])):
+            for part in gl.static_range(len(operands[m][n])):
+                found = found + (operands[m][n][part][1],)
+    return found
+
+
+@gluon.jit
 def tile_in(slots, n: gl.constexpr, zero):
     """The tiles of a descriptor that are in slot n. ``zero``: 0, see ``tiles_in_three``."""
     found = ()

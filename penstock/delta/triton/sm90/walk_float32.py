@@ -15,12 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ....gpu.hopper_tiles import async_store, meet, unknown, zero_rows_from
+from ....gpu.ring import invalidate
 from .layouts import C
 from .parts import finished, left_parts
 from .programs import of_tokens, places, row_of_pool, store_in_pool, walk_of_program
 from .slots import (
     PARTS,
     add_products,
+    barriers_of,
     expect_operands,
     expect_slots,
     load_operands,
@@ -178,3 +180,4 @@ def penstock_delta_walk_float32_sm90(
             else:
                 gl.store(final_state + (owner * H + head) * (K * V) + (n * C + dk) * V + dv, S[n])
     tma.store_wait(0)
+    invalidate(barriers_of(read + (v_s, b_s) + given))
