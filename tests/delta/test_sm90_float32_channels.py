@@ -94,7 +94,7 @@ def test_tiles_equal_their_definitions(case):
 
 
 def exact_walks(problem, d_output, d_final):
-    """W, the states before and the gradients of states after chunks, dV, and all gradients, of one sequence by the token loop."""
+    """W, the states before and the gradients of states after chunks, dV / beta, and all gradients, of one sequence by the token loop."""
     p = problem
     q, k, v, g, beta, S = (x.detach().double() for x in (p.q, p.k, p.v, p.g, p.beta, p.initial_state))
     beta = torch.where(beta.abs() < 2.0**-100, 2.0**-100, beta)
@@ -111,9 +111,12 @@ def exact_walks(problem, d_output, d_final):
         outputs.append(p.scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     torch.autograd.backward([torch.stack(outputs, 1), S], [d_output.double(), d_final.double()])
     after = torch.cat([*(x.grad.mT for x in states[1:]), d_final.double().mT])
-    W = torch.nn.functional.pad(torch.cat([x.detach() for x in errors]), (0, 0, 0, 0, 0, -p.sizes["T"] % C))
-    W = W.unflatten(0, (-1, C)).transpose(1, 2)
-    made = {"errors": W, "chunk_states": torch.cat([x.detach().mT for x in states]), "d_chunk_states": after, "dv": v.grad}
+
+    def in_chunks(x):
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -p.sizes["T"] % C)).unflatten(0, (-1, C)).transpose(1, 2)
+
+    W, z = in_chunks(torch.cat([x.detach() for x in errors])), in_chunks((v.grad / beta.detach()[..., None])[0])
+    made = {"errors": W, "z": z, "chunk_states": torch.cat([x.detach().mT for x in states]), "d_chunk_states": after}
     grads = dict(zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), (x.grad for x in leaves)))
     return {name: x.float().contiguous() for name, x in made.items()}, grads
 
@@ -204,7 +207,7 @@ def test_packed_neighbours_change_no_bit(name):
     before = results(case, case.tensors(), upstream(case)[0], 0)
     changed[name] = changed[name].clone()
     for part in (slice(0, 3), slice(8, None)):
-        changed[name][:, part] = torch.nan
+        changed[name][:, part] = -torch.inf
     after = results(case, {n: x for n, x in changed.items() if n != "d_output"}, changed["d_output"], 1)
     for n, x in before.items():
         of = (1,) if n.endswith("state") else (slice(None), slice(3, 8))
