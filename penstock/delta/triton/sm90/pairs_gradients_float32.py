@@ -6,8 +6,8 @@ With S the state before the chunk, dS' the gradient of the state after it, W and
     U dS'^T, Y S^T, dO S^T, transposed: [K,C]                rowsum(S o dS'): [K]
 
 beta is a factor of rows and columns of products, and nothing is divided. Operands have three bfloat16 parts, so a tile [C,C] takes 24 KB:
-W, Z and dO stay in shared memory, S and dS' pass through it tile by tile. P and M are stored in blocks of 16x16, as the next launch reads
-them.
+W, Z and dO stay in shared memory. S and dS' pass through it tile by tile in float32, and are left operands from registers. P and M are
+stored in blocks of 16x16, as the next launch reads them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from .parts import as_singles, finished, product_of_parts, store_over, transpose
 
 BLOCKS = gl.constexpr(16)
 """Of 16x16 in a matrix [C,C]."""
+STAGES = gl.constexpr(2)
+"""Tiles of S and dS' in shared memory, in float32."""
 
 
 @gluon.jit
@@ -42,6 +44,16 @@ def store_blocks_of(x, pointer):
     parts = in_three(x, gl.bfloat16)
     for m in gl.static_range(3):
         gl.store(pointer + (at + m * (C * C)), parts[m])
+
+
+@gluon.jit
+def load_states(S_tiles, dS_tiles, states_s, bars, row, n, TILES: gl.constexpr, COUNT: gl.constexpr):
+    """Start the copies of tile n of COUNT of the states, TILES of a block of key channels, if it exists."""
+    s = n % STAGES
+    exists = n < COUNT
+    mbarrier.expect(bars.index(1 + s), 2 * S_tiles.block_type.nbytes, pred=exists)
+    async_load(S_tiles, [row + n % TILES * C, n // TILES * C], bars.index(1 + s), states_s.index(2 * s), pred=exists)
+    async_load(dS_tiles, [row + n % TILES * C, n // TILES * C], bars.index(1 + s), states_s.index(2 * s + 1), pred=exists)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
@@ -73,10 +85,10 @@ def penstock_kda_pairs_float32_sm90(
     place = slot.to(gl.int64) * H + h
     at_values = (place * C).to(gl.int32)
     at_states = (place * V).to(gl.int32)
-    # W, Z, dO, S and dS'
-    memory = gl.allocate_shared_memory(gl.bfloat16, [3 * (3 * TILES + 2), C, C], half)
+    memory = gl.allocate_shared_memory(gl.bfloat16, [3 * 3 * TILES, C, C], half)  # of W, Z and dO
+    states_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C, C], single)
     given = as_singles(memory, single)
-    bars = barriers(2, 1)
+    bars = barriers(1 + STAGES, 1)
     size: gl.constexpr = w_tiles.block_type.nbytes
     fence_async_shared()
     meet()
@@ -85,9 +97,8 @@ def penstock_kda_pairs_float32_sm90(
         async_load(w_tiles, [at_values, n * C], bars.index(0), given.index(n))
         async_load(z_tiles, [at_values, n * C], bars.index(0), given.index(TILES + n))
         async_load(o_tiles, [line, h * V + n * C], bars.index(0), given.index(2 * TILES + n))
-    mbarrier.expect(bars.index(1), 2 * size)
-    async_load(S_tiles, [at_states, 0], bars.index(1), given.index(3 * TILES))
-    async_load(dS_tiles, [at_states, 0], bars.index(1), given.index(3 * TILES + 1))
+    for n in gl.static_range(STAGES):
+        load_states(S_tiles, dS_tiles, states_s, bars, at_states, n, TILES, K // C * TILES)
     i = gl.arange(0, C, row)
     j = gl.arange(0, C, column)
     beta += b * b_b + begin * b_t + h.to(gl.int64) * b_h
@@ -127,40 +138,33 @@ def penstock_kda_pairs_float32_sm90(
     store_blocks_of(gl.where(diagonal, 0.0, gl.where(lower, below, above) * (columns * -rows[:, None])), pairs + 3 * C * C)
 
     of_states += place * (3 * K * C)
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     for kb in range(K // C):
         of_u = gl.zeros([C, C], gl.float32, wide)
         of_z = gl.zeros([C, C], gl.float32, wide)
         of_o = gl.zeros([C, C], gl.float32, wide)
-        across = gl.zeros([C], gl.float32, column)
+        across = gl.zeros([C, C], gl.float32, wide)
         for n in range(TILES):
             turn = kb * TILES + n
-            mbarrier.wait(bars.index(1), turn & 1)
-            S = given.index(3 * TILES).load(wide)
-            dS = given.index(3 * TILES + 1).load(wide)
-            across += gl.sum(S * dS, 0)
-            store_over(S, three_at(memory, 3 * TILES))
-            store_over(dS, three_at(memory, 3 * TILES + 1))
+            s = turn % STAGES
+            mbarrier.wait(bars.index(1 + s), turn // STAGES & 1)
+            S_s = states_s.index(2 * s).permute((1, 0))
+            dS_s = states_s.index(2 * s + 1).permute((1, 0))
+            across += S_s.load(wide) * dS_s.load(wide)
+            x = in_three(dS_s.load(operand), gl.bfloat16)
+            of_u += finished((product_of_parts(x, transposed(three_at(memory, n)), wide),), x)[0]
+            x = in_three(S_s.load(operand), gl.bfloat16)
+            one = product_of_parts(x, transposed(three_at(memory, TILES + n)), wide)
+            other = product_of_parts(x, transposed(three_at(memory, 2 * TILES + n)), wide)
+            one, other = finished((one, other), x)
+            of_z += one
+            of_o += other
             fence_async_shared()
-            meet()
-            S_s = transposed(three_at(memory, 3 * TILES))
-            dS_s = transposed(three_at(memory, 3 * TILES + 1))
-            one = product_of_parts(dS_s, transposed(three_at(memory, n)), wide)
-            other = product_of_parts(S_s, transposed(three_at(memory, TILES + n)), wide)
-            more = product_of_parts(S_s, transposed(three_at(memory, 2 * TILES + n)), wide)
-            one, other, more = finished((one, other, more), ())
-            of_u += one
-            of_z += other
-            of_o += more
-            fence_async_shared()
-            meet()  # all warps have multiplied the states
-            then = turn + 1
-            exists = then < K // C * TILES
-            mbarrier.expect(bars.index(1), 2 * size, pred=exists)
-            async_load(S_tiles, [at_states + then % TILES * C, then // TILES * C], bars.index(1), given.index(3 * TILES), pred=exists)
-            async_load(dS_tiles, [at_states + then % TILES * C, then // TILES * C], bars.index(1), given.index(3 * TILES + 1), pred=exists)
+            meet()  # all warps have loaded the states
+            load_states(S_tiles, dS_tiles, states_s, bars, at_states, turn + STAGES, TILES, K // C * TILES)
         there = (kb * C + i[:, None]) * C + j[None, :]
         gl.store(of_states + there, of_u * columns)
         gl.store(of_states + (there + K * C), of_z * columns)
         gl.store(of_states + (there + 2 * K * C), of_o)
-        gl.store(kept + place * K + kb * C + j, across)
+        gl.store(kept + place * K + kb * C + i, gl.sum(across, 1))
     bars._keep_alive()  # no other allocation may get a barrier's memory
