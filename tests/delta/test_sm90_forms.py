@@ -16,6 +16,7 @@ from penstock.delta.triton.forms import (
     channels_float32_sm90,
     channels_sm90,
     scalar_backward_sm90,
+    scalar_float32_sm90,
     scalar_sm90,
     wide_sm90,
 )
@@ -46,6 +47,9 @@ FORMS = {
     "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
     "gdn of float16": Forms(
         Delta("gated_delta_rule", **SIZES | {"dtype": torch.float16}), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False
+    ),
+    "gdn of float32": Forms(
+        Delta("gated_delta_rule", **SIZES | {"dtype": torch.float32}), scalar_float32_sm90.FORWARD, scalar_float32_sm90.BACKWARD, False
     ),
     "wide": Forms(Delta("gated_delta_rule", **SIZES | {"K": 256}), wide_sm90.FORWARD, wide_sm90.BACKWARD, True),
 }
