@@ -6,11 +6,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_tiles import exp2, plus
-from .tiles import LOG2E
+from .tiles import LN2, LOG2E
 
 C = gl.constexpr(64)  # tokens in a chunk
 GONE = gl.constexpr(-256.0)  # log2 units: 2^GONE is 0 in float32, and 64 sums of multiples of 2^-8 are exact
 COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
+
+
+@gluon.jit
+def exp2_of_sum(whole, rest):
+    """2^(whole + rest), as exact as float32 where the sum is not."""
+    total = whole + rest
+    return exp2(total) * (1.0 + LN2 * (rest - (total - whole)))
+
+
+@gluon.jit
+def exponential(whole, rest, EXACT: gl.constexpr):
+    """2^(whole + rest)."""
+    if EXACT:
+        return exp2_of_sum(whole, rest)
+    else:
+        return exp2(whole + rest)
 
 
 @gluon.jit
@@ -31,10 +47,10 @@ def decay_vectors():
 
 
 @gluon.jit
-def sums_of_decays(d, vectors, at, scale):
+def sums_of_decays(d, vectors, at, scale, EXACT: gl.constexpr = False):
     """Store the sums of decays as multiples of 2^-8 and rests, scale 2^G and 2^R at ``at`` of four ``vectors``; returns 2^(G_L).
 
-    Sums of multiples are exact, and so are their differences: D is accurate for every decay.
+    Sums of multiples are exact, and so are their differences: D is accurate for every decay. EXACT: factors have the bits of float32.
     """
     whole = (d + COARSE) - COARSE
     rest = d - whole
@@ -44,13 +60,13 @@ def sums_of_decays(d, vectors, at, scale):
     all_fine = gl.sum(rest, 0)
     vectors[0].index(at).store(coarse)
     vectors[1].index(at).store(fine)
-    vectors[2].index(at).store(exp2(coarse + fine) * scale)
-    vectors[3].index(at).store(exp2((all_coarse - coarse) + (all_fine - fine)))
-    return exp2(all_coarse + all_fine)
+    vectors[2].index(at).store(exponential(coarse, fine, EXACT) * scale)
+    vectors[3].index(at).store(exponential(all_coarse - coarse, all_fine - fine, EXACT))
+    return exponential(all_coarse, all_fine, EXACT)
 
 
 @gluon.jit
-def factors_between(vectors, at, scale, TRANSPOSED: gl.constexpr, layout: gl.constexpr):
+def factors_between(vectors, at, scale, TRANSPOSED: gl.constexpr, layout: gl.constexpr, EXACT: gl.constexpr = False):
     """The factors scale D [C,C] of the sums at ``at`` of ``vectors``: rows are queries; TRANSPOSED: columns are."""
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
@@ -60,7 +76,7 @@ def factors_between(vectors, at, scale, TRANSPOSED: gl.constexpr, layout: gl.con
     else:
         coarse = vectors[0].index(at).load(by_row)[:, None] - vectors[0].index(at).load(by_column)[None, :]
         fine = vectors[1].index(at).load(by_row)[:, None] - vectors[1].index(at).load(by_column)[None, :]
-    return exp2(coarse + fine) * scale
+    return exponential(coarse, fine, EXACT) * scale
 
 
 @gluon.jit

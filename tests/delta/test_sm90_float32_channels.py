@@ -7,10 +7,12 @@ import torch
 from cases import arithmetic, check_against, upstream
 from deltas import Delta, allowed, oracle
 from emulated import gluon
-from hopper_deltas import EMULATED, H200, forward, given, problem_of
+from hopper_deltas import A100, EMULATED, H200, assert_equal, backward, check_state_alone, forward, given, problem_of
+from sampling import slow
 
 from penstock.delta.triton.calls import Backward, C, Forward
 from penstock.delta.triton.forms import channels_float32_sm90
+from penstock.delta.triton.forms.lists import residuals_of
 from penstock.gpu.plan import Plan
 
 pytestmark = EMULATED
@@ -92,7 +94,7 @@ def test_tiles_equal_their_definitions(case):
 
 
 def exact_walks(problem, d_output, d_final):
-    """W, the states before and the gradients of states after chunks, dV, and all gradients, of one sequence by the token loop."""
+    """W, the states before and the gradients of states after chunks, dV / beta, and all gradients, of one sequence by the token loop."""
     p = problem
     q, k, v, g, beta, S = (x.detach().double() for x in (p.q, p.k, p.v, p.g, p.beta, p.initial_state))
     beta = torch.where(beta.abs() < 2.0**-100, 2.0**-100, beta)
@@ -109,9 +111,12 @@ def exact_walks(problem, d_output, d_final):
         outputs.append(p.scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     torch.autograd.backward([torch.stack(outputs, 1), S], [d_output.double(), d_final.double()])
     after = torch.cat([*(x.grad.mT for x in states[1:]), d_final.double().mT])
-    W = torch.nn.functional.pad(torch.cat([x.detach() for x in errors]), (0, 0, 0, 0, 0, -p.sizes["T"] % C))
-    W = W.unflatten(0, (-1, C)).transpose(1, 2)
-    made = {"errors": W, "chunk_states": torch.cat([x.detach().mT for x in states]), "d_chunk_states": after, "dv": v.grad}
+
+    def in_chunks(x):
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -p.sizes["T"] % C)).unflatten(0, (-1, C)).transpose(1, 2)
+
+    W, z = in_chunks(torch.cat([x.detach() for x in errors])), in_chunks((v.grad / beta.detach()[..., None])[0])
+    made = {"errors": W, "z": z, "chunk_states": torch.cat([x.detach().mT for x in states]), "d_chunk_states": after}
     grads = dict(zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), (x.grad for x in leaves)))
     return {name: x.float().contiguous() for name, x in made.items()}, grads
 
@@ -137,3 +142,102 @@ def test_gradients_from_exact_walks(case):
     for name in ("dq", "dk", "dg", "dbeta"):
         off = float((found[name].double() - wanted[name]).norm())
         assert off <= arithmetic(case.dtype) * wanted[name].norm() + 1e-30, (name, off / wanted[name].norm())
+
+
+BACKWARD_CASES = [
+    *(replace(OF, gate=gate, T=130) for gate in GATES),
+    *(replace(OF, key=key, beta=beta, gate="weak") for key in ("positive", "near", "equal") for beta in (1.0, 2.0)),
+    replace(OF, beta=0.0),
+    replace(OF, B=2, T=70, H=2, G=1, gate="mixture"),
+    replace(OF, T=1),
+    replace(OF, T=64, H=2, V=64),
+    replace(OF, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+    replace(OF, lengths=(130, 0, 3), state=False, scale=-0.3),
+    *(replace(OF, v_factor=1e4, state_factor=1e5, upstream_factor=1e3, gate=gate) for gate in ("weak", "mixture", "gone")),
+    *(replace(OF, K=64, V=64, gate=gate) for gate in ("weak", "logsigmoid/16", "mixture", "gone")),
+    replace(OF, K=64, H=2, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+]
+
+
+def summed(x, heads):
+    """A gradient of every head of v, summed over the heads of each of ``heads`` groups."""
+    return x.unflatten(2, (heads, -1)).double().sum(3).to(x.dtype)
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
+def test_gradients_equal_the_oracle(case):
+    """Within the budget of kernels that compute in float32."""
+    found, wanted = backward(BACKWARD, problem_of(case, repeated=True), *upstream(case)), oracle(case)
+    found = {f"d{name}": summed(x, case.sizes["G"]) if name in ("q", "k") else x for name, x in found.items()}
+    names = [name for name in found if name in wanted]
+    assert {"dq", "dk", "dv", "dg", "dbeta"} <= {*names}
+    check_against({n: found[n] for n in names}, {n: wanted[n] for n in names}, case.dtype, allowed(case, "triton_chunkwise"))
+
+
+@pytest.mark.parametrize("case", [replace(OF, gate="mixture"), replace(OF, B=2, H=2, G=1), replace(OF, lengths=(130, 0, 3))], ids=str)
+def test_residuals(case):
+    """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
+    problem, given_gradients = problem_of(case, repeated=True), upstream(case)
+    plain, found = forward(FORWARD, problem), forward(FORWARD, problem, keep=True, seed=1)
+    for name in NAMES:
+        assert torch.equal(plain[name], found[name]), name
+    residuals = {name: found[name] for name in residuals_of(problem)}
+    assert_equal(backward(BACKWARD, problem, *given_gradients), backward(BACKWARD, problem, *given_gradients, kept=residuals, seed=1))
+
+
+@pytest.mark.parametrize("final", [True, *slow(False)])
+def test_the_gradient_of_the_state_alone(final):
+    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture")
+    d_output, d_final = upstream(case)
+    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
+
+
+def results(case, drawn, d_output, seed):
+    """The results of both passes."""
+    problem, d_final = problem_of(case, drawn, repeated=True), upstream(case)[1]
+    found = forward(FORWARD, problem, seed=seed)
+    return {name: found[name] for name in NAMES} | backward(BACKWARD, problem, d_output, d_final, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["k", *slow("q", "v", "g", "beta", "d_output")])
+def test_packed_neighbours_change_no_bit(name):
+    """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
+    case = replace(OF, lengths=(3, 5, 70))
+    changed = case.tensors() | {"d_output": upstream(case)[0]}
+    before = results(case, case.tensors(), upstream(case)[0], 0)
+    changed[name] = changed[name].clone()
+    for part in (slice(0, 3), slice(8, None)):
+        changed[name][:, part] = -torch.inf
+    after = results(case, {n: x for n, x in changed.items() if n != "d_output"}, changed["d_output"], 1)
+    for n, x in before.items():
+        of = (1,) if n.endswith("state") else (slice(None), slice(3, 8))
+        assert torch.equal(x[of], after[n][of]), n
+
+
+@pytest.mark.parametrize("cut", [37, *slow(1, 16, 64, 65)])
+def test_later_tokens_change_no_bit(cut):
+    """Outputs before a cut."""
+    case = replace(OF, T=130, gate="mixture")
+    drawn, other = case.tensors(), replace(case, gate="gone", v_factor=1e9).tensors()
+    changed = drawn | {name: torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1) for name in ("q", "k", "v", "g", "beta")}
+    whole, found = (forward(FORWARD, problem_of(case, x, repeated=True))["output"][:, :cut] for x in (drawn, changed))
+    assert torch.equal(whole, found)
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "reason"),
+    [
+        (OF, A100, "sm_90"),
+        (replace(OF, K=192), H200, "K must be 64 or 128"),
+        (replace(OF, V=192), H200, "V must be 64 or 128"),
+        (replace(OF, dtype=torch.float16), H200, "it takes float32"),
+        (replace(OF, others=torch.bfloat16), H200, "g must be float32"),
+        (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
+        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_reasons(case, target, reason):
+    problem, (d_output, d_final) = problem_of(case, repeated=True), upstream(case)
+    assert reason in str(FORWARD.refusal(Forward.of(problem, target)))
+    assert reason in str(BACKWARD.refusal(Backward.of(problem, target, d_output=d_output, d_final_state=d_final)))

@@ -11,7 +11,15 @@ from deltas import Delta
 from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, problem_of
 
 from penstock.delta.triton.calls import Backward
-from penstock.delta.triton.forms import channels_backward_sm90, channels_sm90, scalar_backward_sm90, scalar_sm90, wide_sm90
+from penstock.delta.triton.forms import (
+    channels_backward_sm90,
+    channels_float32_sm90,
+    channels_sm90,
+    scalar_backward_sm90,
+    scalar_float32_sm90,
+    scalar_sm90,
+    wide_sm90,
+)
 
 pytestmark = EMULATED
 
@@ -33,9 +41,15 @@ FORMS = {
     "kda of 64": Forms(Delta("kda", **SIZES | {"K": 64, "V": 64}), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "kda": Forms(Delta("kda", **SIZES), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "kda in float16": Forms(Delta("kda", **SIZES | {"dtype": torch.float16}), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
+    "kda in float32": Forms(
+        Delta("kda", **SIZES | {"dtype": torch.float32}), channels_float32_sm90.FORWARD, channels_float32_sm90.BACKWARD, True
+    ),
     "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
     "gdn of float16": Forms(
         Delta("gated_delta_rule", **SIZES | {"dtype": torch.float16}), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False
+    ),
+    "gdn of float32": Forms(
+        Delta("gated_delta_rule", **SIZES | {"dtype": torch.float32}), scalar_float32_sm90.FORWARD, scalar_float32_sm90.BACKWARD, False
     ),
     "wide": Forms(Delta("gated_delta_rule", **SIZES | {"K": 256}), wide_sm90.FORWARD, wide_sm90.BACKWARD, True),
 }

@@ -93,7 +93,7 @@ def _pieces(plan: Plan, call: InPlace, output: str, piece: int) -> None:
 
 
 def add_gradients(plan: Plan, call: Backward) -> None:
-    """The launches for ``dq``, ``dk``, ``dg`` and ``dbeta``, from what both walks keep and from ``dv``, all chunks in parallel."""
+    """The launches for ``dq``, ``dk``, ``dg`` and ``dbeta``, from what both walks keep, all chunks in parallel."""
     from ..sm90 import gradients_float32, pairs_gradients_float32
 
     p, H, K, V, slots = call.p, call.H, call.K, call.V, call.chunks(C)
@@ -109,8 +109,8 @@ def add_gradients(plan: Plan, call: Backward) -> None:
     own, of_states, kept = plan.empty("own", slots, H, C), plan.empty("of_states", slots, H, 3, K, C), plan.empty("kept", slots, H, K)
     plan.launch(
         pairs_gradients_float32.penstock_kda_pairs_float32_sm90, call.programs(slots, 1),
-        ("errors", "d_output", "dv", "chunk_states", "d_chunk_states", "beta", pairs, own, of_states, kept, dbeta, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, *call.strides("beta")), WARPS, (PART, *[Tile(C, C)] * 2, *[PART] * 2),
+        ("errors", "z", "d_output", "chunk_states", "d_chunk_states", "beta", pairs, own, of_states, kept, dbeta, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, *call.strides("beta")), WARPS, (*[PART] * 2, Tile(C, C), *[PART] * 2),
         K=K, V=V, PACKED=call.packed,
     )  # fmt: skip
     plan.launch(

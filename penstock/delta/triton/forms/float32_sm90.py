@@ -77,18 +77,23 @@ def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
 
 
 def add_reverse(plan: Plan, call: Backward) -> None:
-    """The walk backward in time: ``dv``, ``d_chunk_states`` [slots,H,V,K], of the states after chunks, and ``d_initial_state``."""
+    """The walk backward in time: ``dv``, ``d_chunk_states`` [slots,H,V,K], of the states after chunks, and ``d_initial_state``.
+
+    Also ``z`` [slots,H,C,V], dv without its factor beta: the gradient of beta is the sum of z o W over value channels, for beta = 0, too.
+    Rows of z and of W after the last token are 0.
+    """
     from ..sm90 import reverse_float32
 
     H, K, V = call.H, call.K, call.V
     dv = plan.empty("dv", batch, tokens, H, V)
+    z = plan.empty("z", call.chunks(C), H, C, V)
     dS = plan.empty("d_chunk_states", call.chunks(C), H, V, K)
     d_initial = plan.empty("d_initial_state", sequences, H, K, V)
     last, steps = end(call)
     plan.launch(
         reverse_float32.penstock_delta_reverse_float32_sm90, call.programs(sequences, V // BV),
-        ("solved_keys", "q_read", "k_read", "weights", "d_output", dv, "beta", "totals", last or d_initial, dv, dS, d_initial,
-         "cu_seqlens"),
+        ("solved_keys", "q_read", "k_read", "weights", "d_output", dv, "beta", "totals", last or d_initial, dv, z, dS,
+         d_initial, "cu_seqlens"),
         (sequences, tokens, H, *call.strides("beta"), *steps), 4, (*[PART] * 4, *[Tile(C, BV)] * 2),
         K=K, V=V, BV=BV, FINAL=last is not None, PACKED=call.packed,
     )  # fmt: skip

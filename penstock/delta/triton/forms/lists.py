@@ -43,6 +43,7 @@ CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_float32_sm90.BACKWARD,
     scalar_backward_sm90.SPECIALISED,
     scalar_backward_sm90.BACKWARD,
+    scalar_float32_sm90.BACKWARD,
     wide_sm90.BACKWARD,
     anchored_sm90.BACKWARD,
     segments.BACKWARD,

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ....gpu.hopper_decays import COARSE
+from ....gpu.hopper_decays import COARSE, exp2_of_sum
 from ....gpu.hopper_tiles import exp2, meet
-from ....gpu.tiles import LN2, LOG2E
+from ....gpu.tiles import LOG2E
 from ..portable.raw import FARTHEST, FASTEST
 from .layouts import C
 from .parts import added_in_parts, product_of_parts, store_parts
@@ -96,8 +96,7 @@ def sums_before(G, d):
 @gluon.jit
 def power(G):
     """exp2 of G, the sum of two tiles."""
-    whole = G[0] + G[1]
-    return exp2(whole) * (1.0 + LN2 * (G[1] - (whole - G[0])))
+    return exp2_of_sum(G[0], G[1])
 
 
 @gluon.jit

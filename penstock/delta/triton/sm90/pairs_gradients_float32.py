@@ -1,13 +1,13 @@
 """Gradients of pairs and of states of a chunk of KDA with float32 inputs on Hopper, in Gluon: what ``gradients_float32.py`` needs.
 
-With S the state before the chunk, dS' the gradient of the state after it, W and Y = dV from the walks,
+With S the state before the chunk, dS' the gradient of the state after it, W and Z = dV / beta from the walks,
 
-    U = beta o W        dbeta = rowsum(Y o W) / beta        P = scale dO U^T (s <= t)        M = -Y U^T (s < t), its transpose above
-    dS'^T U^T, S^T Y^T, S^T dO^T    [K,C]                   rowsum(S o dS')    [K]
+    U = beta o W    Y = beta o Z    dbeta = rowsum(Z o W)    P = scale dO U^T (s <= t)    M = -Y U^T (s < t), its transpose above
+    U dS'^T, Y S^T, dO S^T, transposed: [K,C]                rowsum(S o dS'): [K]
 
-beta is a factor of rows and columns of products: where it is 0 nothing is divided but Y, which has the same floor. Operands have three
-bfloat16 parts, so a tile [C,C] takes 24 KB: W, Y and dO stay in shared memory, S and dS' pass through it tile by tile. The products with
-states are transposed and P and M are blocks of 16x16, as the next launch reads them.
+beta is a factor of rows and columns of products, and nothing is divided. Operands have three bfloat16 parts, so a tile [C,C] takes 24 KB:
+W, Z and dO stay in shared memory. S and dS' pass through it tile by tile in float32, and are left operands from registers. P and M are
+stored in blocks of 16x16, as the next launch reads them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .layouts import GROUPS, ROWS, C
 from .parts import as_singles, finished, product_of_parts, store_over, transposed
-from .programs import nonzero
 
 BLOCKS = gl.constexpr(16)
 """Of 16x16 in a matrix [C,C]."""
+STAGES = gl.constexpr(2)
+"""Tiles of S and dS' in shared memory, in float32."""
 
 
 @gluon.jit
@@ -45,14 +46,24 @@ def store_blocks_of(x, pointer):
         gl.store(pointer + (at + m * (C * C)), parts[m])
 
 
+@gluon.jit
+def load_states(S_tiles, dS_tiles, states_s, bars, row, n, TILES: gl.constexpr, COUNT: gl.constexpr):
+    """Start the copies of tile n of COUNT of the states, TILES of a block of key channels, if it exists."""
+    s = n % STAGES
+    exists = n < COUNT
+    mbarrier.expect(bars.index(1 + s), 2 * S_tiles.block_type.nbytes, pred=exists)
+    async_load(S_tiles, [row + n % TILES * C, n // TILES * C], bars.index(1 + s), states_s.index(2 * s), pred=exists)
+    async_load(dS_tiles, [row + n % TILES * C, n // TILES * C], bars.index(1 + s), states_s.index(2 * s + 1), pred=exists)
+
+
 @gluon.jit(do_not_specialize=["N", "T", "H", "b_b", "b_t", "b_h"])
 def penstock_kda_pairs_float32_sm90(
-    w_tiles, o_tiles, y_tiles, S_tiles, dS_tiles, beta, pairs, own, of_states, kept, dbeta, cu_seqlens, scale, N, T, H, b_b, b_t, b_h,
+    w_tiles, z_tiles, o_tiles, S_tiles, dS_tiles, beta, pairs, own, of_states, kept, dbeta, cu_seqlens, scale, N, T, H, b_b, b_t, b_h,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """P = scale dO U^T, M = -Y U^T, dS'^T U^T, S^T Y^T, S^T dO^T, rowsum(S o dS') and dbeta of every chunk, with U = beta o W.
+    """P = scale dO U^T, M = -Y U^T, dbeta and the products with states of every chunk, with U = beta o W and Y = beta o Z.
 
-    TMA tiles [C,C]: W of [slots,H,C,V], dO and Y of tokens [B T,H V], S^T and dS'^T of [slots,H,V,K]. Reads beta [B,T,H] by strides. Writes
+    TMA tiles [C,C]: W and Z of [slots,H,C,V], dO of tokens [B T,H V], S^T and dS'^T of [slots,H,V,K]. Reads beta [B,T,H] by strides. Writes
     the parts of the blocks of P and M ``pairs`` [slots,H,2 3 BLOCKS 16,16] in bfloat16; in float32 the diagonal of P ``own`` [slots,H,C],
     the products ``of_states`` [slots,H,3,K,C], ``kept`` [slots,H,K] and dbeta [B,T,H]. Program (slot of a chunk, head).
     """
@@ -74,29 +85,29 @@ def penstock_kda_pairs_float32_sm90(
     place = slot.to(gl.int64) * H + h
     at_values = (place * C).to(gl.int32)
     at_states = (place * V).to(gl.int32)
-    # W, dO, Y, S and dS'
-    memory = gl.allocate_shared_memory(gl.bfloat16, [3 * (3 * TILES + 2), C, C], half)
+    memory = gl.allocate_shared_memory(gl.bfloat16, [3 * 3 * TILES, C, C], half)  # of W, Z and dO
+    states_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C, C], single)
     given = as_singles(memory, single)
-    bars = barriers(2, 1)
+    bars = barriers(1 + STAGES, 1)
     size: gl.constexpr = w_tiles.block_type.nbytes
     fence_async_shared()
     meet()
     mbarrier.expect(bars.index(0), 3 * TILES * size)
     for n in gl.static_range(TILES):
         async_load(w_tiles, [at_values, n * C], bars.index(0), given.index(n))
-        async_load(o_tiles, [line, h * V + n * C], bars.index(0), given.index(TILES + n))
-        async_load(y_tiles, [line, h * V + n * C], bars.index(0), given.index(2 * TILES + n))
-    mbarrier.expect(bars.index(1), 2 * size)
-    async_load(S_tiles, [at_states, 0], bars.index(1), given.index(3 * TILES))
-    async_load(dS_tiles, [at_states, 0], bars.index(1), given.index(3 * TILES + 1))
+        async_load(z_tiles, [at_values, n * C], bars.index(0), given.index(TILES + n))
+        async_load(o_tiles, [line, h * V + n * C], bars.index(0), given.index(2 * TILES + n))
+    for n in gl.static_range(STAGES):
+        load_states(S_tiles, dS_tiles, states_s, bars, at_states, n, TILES, K // C * TILES)
     i = gl.arange(0, C, row)
     j = gl.arange(0, C, column)
     beta += b * b_b + begin * b_t + h.to(gl.int64) * b_h
     mbarrier.wait(bars.index(0), 0)
+    if left < C:
+        for n in gl.static_range(TILES):
+            zero_rows_from(given.index(2 * TILES + n), left, clean)
+        meet()
     for n in range(3 * TILES):
-        if left < C:
-            zero_rows_from(given.index(n), left, clean)
-            meet()
         store_over(given.index(n).load(wide), three_at(memory, n))
     fence_async_shared()
     meet()
@@ -106,11 +117,10 @@ def penstock_kda_pairs_float32_sm90(
     above = gl.zeros([C, C], gl.float32, wide)
     for n in range(TILES):
         w_s = three_at(memory, n)
-        o_s = three_at(memory, TILES + n)
-        y_s = three_at(memory, 2 * TILES + n)
-        one = product_of_parts(o_s, transposed(w_s), wide)
-        other = product_of_parts(y_s, transposed(w_s), wide)
-        more = product_of_parts(w_s, transposed(y_s), wide)
+        z_s = three_at(memory, TILES + n)
+        one = product_of_parts(three_at(memory, 2 * TILES + n), transposed(w_s), wide)
+        other = product_of_parts(z_s, transposed(w_s), wide)
+        more = product_of_parts(w_s, transposed(z_s), wide)
         one, other, more = finished((one, other, more), ())
         P += one
         below += other
@@ -121,47 +131,40 @@ def penstock_kda_pairs_float32_sm90(
     diagonal = i[:, None] == j[None, :]
     P = gl.where(lower | diagonal, P * (columns * scale), 0.0)
     gl.store(own + place * C + i, gl.sum(gl.where(diagonal, P, 0.0), 1))
-    of_beta = gl.sum(gl.where(diagonal, below, 0.0), 1) / nonzero(rows)
+    of_beta = gl.sum(gl.where(diagonal, below, 0.0), 1)
     gl.store(dbeta + (token * H + h) + i.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=i < left)
     pairs += place * (6 * C * C)
     store_blocks_of(P, pairs)
-    store_blocks_of(gl.where(diagonal, 0.0, gl.where(lower, below * -columns, above * -rows[:, None])), pairs + 3 * C * C)
+    store_blocks_of(gl.where(diagonal, 0.0, gl.where(lower, below, above) * (columns * -rows[:, None])), pairs + 3 * C * C)
 
     of_states += place * (3 * K * C)
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     for kb in range(K // C):
         of_u = gl.zeros([C, C], gl.float32, wide)
-        of_y = gl.zeros([C, C], gl.float32, wide)
+        of_z = gl.zeros([C, C], gl.float32, wide)
         of_o = gl.zeros([C, C], gl.float32, wide)
-        across = gl.zeros([C], gl.float32, column)
+        across = gl.zeros([C, C], gl.float32, wide)
         for n in range(TILES):
             turn = kb * TILES + n
-            mbarrier.wait(bars.index(1), turn & 1)
-            S = given.index(3 * TILES).load(wide)
-            dS = given.index(3 * TILES + 1).load(wide)
-            across += gl.sum(S * dS, 0)
-            store_over(S, three_at(memory, 3 * TILES))
-            store_over(dS, three_at(memory, 3 * TILES + 1))
+            s = turn % STAGES
+            mbarrier.wait(bars.index(1 + s), turn // STAGES & 1)
+            S_s = states_s.index(2 * s).permute((1, 0))
+            dS_s = states_s.index(2 * s + 1).permute((1, 0))
+            across += S_s.load(wide) * dS_s.load(wide)
+            x = in_three(dS_s.load(operand), gl.bfloat16)
+            of_u += finished((product_of_parts(x, transposed(three_at(memory, n)), wide),), x)[0]
+            x = in_three(S_s.load(operand), gl.bfloat16)
+            one = product_of_parts(x, transposed(three_at(memory, TILES + n)), wide)
+            other = product_of_parts(x, transposed(three_at(memory, 2 * TILES + n)), wide)
+            one, other = finished((one, other), x)
+            of_z += one
+            of_o += other
             fence_async_shared()
-            meet()
-            S_s = transposed(three_at(memory, 3 * TILES))
-            dS_s = transposed(three_at(memory, 3 * TILES + 1))
-            one = product_of_parts(dS_s, transposed(three_at(memory, n)), wide)
-            other = product_of_parts(S_s, transposed(three_at(memory, 2 * TILES + n)), wide)
-            more = product_of_parts(S_s, transposed(three_at(memory, TILES + n)), wide)
-            one, other, more = finished((one, other, more), ())
-            of_u += one
-            of_y += other
-            of_o += more
-            fence_async_shared()
-            meet()  # all warps have multiplied the states
-            then = turn + 1
-            exists = then < K // C * TILES
-            mbarrier.expect(bars.index(1), 2 * size, pred=exists)
-            async_load(S_tiles, [at_states + then % TILES * C, then // TILES * C], bars.index(1), given.index(3 * TILES), pred=exists)
-            async_load(dS_tiles, [at_states + then % TILES * C, then // TILES * C], bars.index(1), given.index(3 * TILES + 1), pred=exists)
+            meet()  # all warps have loaded the states
+            load_states(S_tiles, dS_tiles, states_s, bars, at_states, turn + STAGES, TILES, K // C * TILES)
         there = (kb * C + i[:, None]) * C + j[None, :]
         gl.store(of_states + there, of_u * columns)
-        gl.store(of_states + (there + K * C), of_y)
+        gl.store(of_states + (there + K * C), of_z * columns)
         gl.store(of_states + (there + 2 * K * C), of_o)
-        gl.store(kept + place * K + kb * C + j, across)
+        gl.store(kept + place * K + kb * C + i, gl.sum(across, 1))
     invalidate((bars,))

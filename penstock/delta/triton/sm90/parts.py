@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import in_three, in_two, meet, reinterpret, unknown
-from .layouts import C
 
 
 @gluon.jit
@@ -33,7 +32,7 @@ def parts_at(memory, first, PARTS: gl.constexpr):
 
 @gluon.jit
 def tiles_in_three(memory, zero):
-    """The parts of the tiles in a memory [3 tiles,C,C]. As float32, a tile has the place of the first two, see ``as_singles``.
+    """The parts of the tiles in a memory [3 tiles,C,columns]. As float32, a tile has the place of the first two, see ``as_singles``.
 
     ``zero``: 0, which the compiler should not know. Else it computes addresses and descriptors of all tiles at the beginning, and spills.
     """
@@ -48,8 +47,11 @@ def tiles_in_three(memory, zero):
 
 @gluon.jit
 def as_singles(memory, layout: gl.constexpr):
-    """The tiles in a memory [3 tiles,C,C] as float32."""
-    return reinterpret(memory, gl.float32, [memory.shape[0] // 3, C, C], layout)
+    """The tiles in a memory [3 tiles,C,columns] as float32."""
+    TILES: gl.constexpr = memory.shape[0] // 3
+    ROWS: gl.constexpr = memory.shape[1]
+    COLUMNS: gl.constexpr = memory.shape[2]
+    return reinterpret(memory, gl.float32, [TILES, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
@@ -107,7 +109,9 @@ def left_parts(x, kind: gl.constexpr, PARTS: gl.constexpr):
 def product_of_parts(left, right, wide: gl.constexpr, ASYNC: gl.constexpr = True):
     """The product, in progress, of two tiles in as many parts each."""
     PARTS: gl.constexpr = len(left)
-    acc = gl.zeros([C, C], gl.float32, wide)
+    ROWS: gl.constexpr = left[0].shape[0]
+    COLUMNS: gl.constexpr = right[0].shape[1]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, wide)
     for most in gl.static_range(PARTS - 1, -1, -1):
         for m in gl.static_range(most + 1):
             added = most < PARTS - 1 or m > 0

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....gpu.hopper_decays import COARSE
-from ....gpu.hopper_tiles import async_load, async_store, in_three, meet, reinterpret, zero_rows_from
+from ....gpu.hopper_tiles import async_load, async_store, in_three, meet, reinterpret, unknown, zero_rows_from
 from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import power
@@ -101,10 +101,11 @@ def pairs_of_parts(x, y, inner: gl.constexpr):
 
 
 @gluon.jit
-def near_pairs(Q, X, g, D_q, D_k):
+def near_pairs(q_s, X, g, s, D_q, D_k):
     """Add the products of W channels within groups to the blocks below the diagonal of A_q and A_k.
 
-    Q, X, g [C,W]: q, k and log decays. Returns also the sums of log2 decays up to each token of a group, and after it, in two parts.
+    X, g [C,W]: k and log decays; q is tile s of ``q_s``, loaded again for each level: it would take registers that spill meanwhile. Returns
+    also the sums of log2 decays up to each token of a group, and after it, in two parts.
     """
     layout: gl.constexpr = by_token(W)
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -121,6 +122,7 @@ def near_pairs(Q, X, g, D_q, D_k):
         split = ((a ^ b) >> n == 1) & (a > b)
         x = in_three(X * factor, gl.bfloat16)
         D_k += gl.where(split, pairs_of_parts(x, x, inner), 0.0)
+        Q = q_s.index(unknown(s)).load(layout)
         D_q += gl.where(split, pairs_of_parts(in_three(Q * factor, gl.bfloat16), x, inner), 0.0)
         across = of_partner(every, n, layout)
         across_rest = of_partner(every_rest, n, layout)
@@ -235,13 +237,12 @@ def penstock_kda_prepare_float32_sm90(
         store_sums_of_groups(g_s.index(s), coarse_s, rest_s)
         meet()
         store_factors(coarse_s, rest_s, factors_s, totals + p * W, scale)
-        Q = q_s.index(s).load(layout)
         X = k_s.index(p).load(layout)
-        own += gl.sum(Q * X, 1)
-        D_q, D_k, through, after = near_pairs(Q, X, g_s.index(s).load(layout), D_q, D_k)
+        own += gl.sum(q_s.index(s).load(layout) * X, 1)
+        D_q, D_k, through, after = near_pairs(q_s, X, g_s.index(s).load(layout), s, D_q, D_k)
         remaining = X * power(after)
         decay = power(through)
-        Q *= decay
+        Q = q_s.index(unknown(s)).load(layout) * decay
         X *= decay
         tma.store_wait(0)
         fence_async_shared()

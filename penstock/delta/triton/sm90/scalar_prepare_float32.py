@@ -130,7 +130,7 @@ def penstock_gdn_prepare_float32_sm90(
     total = 1.0
     if DECAYS:
         d = log_decays(g + b * g_b + begin * g_t + head * g_h, g_t, left, gl.arange(0, C, line))
-        total = sums_of_decays(d, vectors, slot * 0, 1.0)
+        total = sums_of_decays(d, vectors, slot * 0, 1.0, EXACT=True)
         meet()
     channel = gl.arange(0, C, channels)
     for n in range(TILES):
@@ -170,7 +170,7 @@ def penstock_gdn_prepare_float32_sm90(
         async_load(k_tiles, [row, k_column], q_bar, q_given)
     weights = weights * scale
     if DECAYS:
-        D = factors_between(vectors, slot * 0, 1.0, False, wide)
+        D = factors_between(vectors, slot * 0, 1.0, False, wide, EXACT=True)
         weights = weights * D
         pairs = pairs * D
     weights = gl.where(i[:, None] >= j, weights, 0.0)

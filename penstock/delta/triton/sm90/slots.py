@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ....gpu.hopper_tiles import async_load, async_store, unknown
+from ....gpu.hopper_tiles import async_load, unknown
 from ....gpu.ring import barriers
 from .layouts import C
 from .parts import finished, product_of_parts, transposed
@@ -139,12 +139,12 @@ def add_products(sums, left, operands, n: gl.constexpr, zero, TRANSPOSED: gl.con
 
 
 @gluon.jit
-def store_last(tiles, memory, row, column, first, step, left):
-    """Store a tile of the last chunk of a sequence, which has ``left`` tokens. ``first``: its first element; rows are ``step`` apart."""
+def store_rows(memory, first, step, left, zero):
+    """Store the first ``left`` rows of a tile, ``step`` apart. ``first``: the first element. ``zero``: 0, see ``tiles_in_three``."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
-    if left == C:
-        async_store(tiles, [row, column], memory)
-    elif left > 0:
-        i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-        j = gl.arange(0, memory.shape[1], gl.SliceLayout(0, layout))[None, :]
-        gl.store(first + i * step + j, memory.load(layout), mask=i < left)
+    ROWS: gl.constexpr = 2 * gl.num_warps()  # at a time: few registers
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] + unknown(zero)
+    j = gl.arange(0, memory.shape[1], gl.SliceLayout(0, layout))[None, :]
+    for n in gl.static_range(C // ROWS):
+        t = n * ROWS + i
+        gl.store(first + t * step + j, memory.slice(n * ROWS, ROWS).load(layout), mask=(t < left) & (j >= 0))

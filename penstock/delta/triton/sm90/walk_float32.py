@@ -30,7 +30,7 @@ from .slots import (
     slots_of,
     start_product,
     start_products,
-    store_last,
+    store_rows,
     store_totals,
     tile_in,
     wait_operands,
@@ -173,7 +173,10 @@ def penstock_delta_walk_float32_sm90(
         meet()
         t = (chunks - 1) * C
         step = H.to(gl.int64) * V
-        store_last(o_tiles, out_s, token + t, value_column, output + t * step, step, gl.where(chunks > 0, tokens - t, 0))
+        if t + C > tokens:
+            store_rows(out_s, output + t * step, step, tokens - t, t * 0)
+        elif chunks > 0:
+            async_store(o_tiles, [token + t, value_column], out_s)
         for n in gl.static_range(TILES):
             if PIECE > 0:
                 store_in_pool(S[n], initial_state, owner, head, dk + n * C, dv, (s_n, s_h, s_k, s_v), chunks)
