@@ -264,6 +264,20 @@ SCALAR_CASES = [
 ]
 
 
+SCALAR_SINGLE = "gdn_float32_sm90", "gdn_bwd_float32_sm90"
+OF_SCALAR_SINGLE = replace(OF_SCALAR, dtype=FLOAT32)
+SCALAR_SINGLE_CASES = [
+    *(replace(OF_SCALAR_SINGLE, gate=gate) for gate in gates("gated_delta_rule")),
+    *(replace(OF_SCALAR_SINGLE, key=key, beta=beta, gate="weak") for key in KEYS for beta in (0.0, 1.0, 2.0)),
+    *(replace(OF_SCALAR_SINGLE, T=T, G=1, K=64, V=64) for T in (1, 63, 64, 65, 700)),
+    *(replace(OF_SCALAR_SINGLE, **heads, gate="mixture") for heads in ({"K": 64}, {"V": 64})),
+    *(replace(OF_SCALAR_SINGLE, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
+    replace(OF_SCALAR_SINGLE, variant="delta_rule", G=4),
+    replace(OF_SCALAR_SINGLE, variant="delta_rule", state=False, scale=-0.3),
+    replace(OF_SCALAR_SINGLE, v_factor=1e4, state_factor=1e5, upstream_factor=1e3, gate="mixture"),
+]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")
 @pytest.mark.parametrize(
     ("case", "forms"),
@@ -271,11 +285,12 @@ SCALAR_CASES = [
         *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES, *ANCHORED_SINGLE_CASES)),
         *((case, KDA) for case in KDA_CASES),
         *((case, SCALAR) for case in SCALAR_CASES),
+        *((case, SCALAR_SINGLE) for case in SCALAR_SINGLE_CASES),
     ],
     ids=str,
 )
 def test_forms_that_are_named(case, forms):
-    """Results, equal bits in two calls, and before a cut: of RWKV-7 with one anchor in a chunk, KDA in float16, and gated DeltaNet."""
+    """Results, equal bits in two calls, and before a cut: RWKV-7 with one anchor in a chunk, KDA in float16, gated DeltaNet."""
     with trying({}, *forms) as planned:
         check_results(case, "triton_chunkwise", DEVICE)
         tensors = case.tensors(DEVICE)
@@ -292,6 +307,7 @@ def test_forms_that_are_named(case, forms):
 MANY = [
     *((variant, dtype, D, ()) for variant in VARIANTS for dtype in (BFLOAT16, FLOAT16, FLOAT32) for D in (64, 128)),
     *((variant, BFLOAT16, D, SCALAR) for variant in ("gated_delta_rule", "delta_rule") for D in (64, 128)),
+    *((variant, FLOAT32, D, SCALAR_SINGLE) for variant in ("gated_delta_rule", "delta_rule") for D in (64, 128)),
     ("rwkv7", FLOAT32, 64, ANCHORED),
 ]
 """Variants, dtypes, heads, and forms that are named."""
