@@ -99,13 +99,11 @@ def _backward(call: Backward) -> Plan:
     dbeta = plan.empty("dbeta", batch, tokens, H, dtype=p.beta.dtype)
     dg = dbeta if p.g is None else plan.empty("dg", batch, tokens, H, dtype=p.g.dtype)
     g, steps = gates(call)
-    state = Tile(C, K, 3)
     plan.launch(
         scalar_gradients_float32.penstock_gdn_gradients_float32_sm90, lambda s: slots(s) * G,
-        ("q", "k", "d_output", "z", "errors", "chunk_states", "d_chunk_states", "q", "k", "chunk_states", "d_chunk_states", g, "beta",
-         dq, dk, dg, dbeta, "cu_seqlens"),
-        (p.scale, sequences, tokens, H, H // G, *columns(call), p.q.stride(1), p.k.stride(1), *steps, *call.strides("beta")), 8,
-        (*[Tile(C, K)] * 2, Tile(C, C), *[PART] * 2, *[state] * 2), K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
+        ("q", "k", "d_output", "z", "errors", "chunk_states", "d_chunk_states", g, "beta", dq, dk, dg, dbeta, "cu_seqlens"),
+        (p.scale, sequences, tokens, H, H // G, *columns(call), *steps, *call.strides("beta")), 4, (*[Tile(C, C)] * 3, *[PART] * 4),
+        K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
     )  # fmt: skip
     return plan
 

@@ -1,9 +1,15 @@
 """Gradients of the inputs of gated DeltaNet or DeltaNet in float32 on Hopper, in Gluon.
 
-The formulas are those of ``scalar_gradients.py``, with W from the walk and Z = dV / beta. Every operand is the sum of three bfloat16 tiles.
-Shared memory has room for dO, Y and U of a head, and 64 value channels of one of its states. q and k have the same place before the heads,
-for q k^T and k k^T, and after them: P and M of the heads that share q and k are summed, then multiplied by q and k once. dq and dk are
-sums in registers.
+The formulas are those of ``scalar_gradients.py``, with W from the walk and Z = dV / beta. Every operand is the sum of three bfloat16 tiles
+[64,64], 24 KB. Shared memory has four of them, so that two programs share a multiprocessor: while one loads tiles or converts them, tensor
+cores multiply those of the other. For each head of v a program takes
+
+    1. dO, Y = beta o Z and U = beta o W, 64 value channels after another: P and M,
+    2. q and k, 64 key channels after another: P k, P^T q + (M + M^T) k, and F with its part of dg,
+    3. for 64 key channels after another dO, Y, U, S and dS' of 64 value channels after another: the parts of dq, dk and dg of the states.
+
+dO, Z and W are loaded and converted again for 3, for which registers and memory have no room beside P and M. Parts of dg are summed in
+registers, those of dq and dk, and over heads, in memory, each element by one thread.
 """
 
 from __future__ import annotations
@@ -13,16 +19,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_decays, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_load, meet, reinterpret, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_load, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import tokens_through
-from .layouts import C
+from .layouts import GROUPS, C
 from .parts import (
     added_in_parts,
     as_singles,
     finished,
-    parts_at,
+    load_parts,
     product_of_parts,
     store_over,
     store_parts,
@@ -31,48 +37,53 @@ from .parts import (
     transposed,
 )
 
-GROUPS = gl.constexpr(2)  # groups of four warps: each has half of the columns of every product
-PARTS = gl.constexpr(3)
-AT_ONCE = gl.constexpr(4096)  # elements of states that are multiplied at once
+TILES = gl.constexpr(4)
+PAIRS, KEYS, STATES, ROWS = gl.constexpr(0), gl.constexpr(3), gl.constexpr(5), gl.constexpr(10)
+"""The first barrier of dO, Z and W; of q and k; of dO, Z, W, S and dS' in part 3; of q and k there."""
+BARRIERS = gl.constexpr(12)
 
 
 @gluon.jit
-def load_values(tiles, given, bars, head, row, column, exists):
-    """Start the loads of dO, Z and W of a head, if it exists: 64 columns after another. ``head``: of the slot."""
-    V_TILES: gl.constexpr = given.shape[0] // 3
-    for m in gl.static_range(3):
-        mbarrier.expect(bars.index(m), V_TILES * tiles[m].block_type.nbytes, pred=exists)
-    meet()
-    for n in gl.static_range(V_TILES):
-        async_load(tiles[0], [row, column + n * C], bars.index(0), given.index(n), pred=exists)
-        for m in gl.static_range(1, 3):
-            async_load(tiles[m], [head * C, n * C], bars.index(m), given.index(m * V_TILES + n), pred=exists)
+def expect(tiles, bars, first: gl.constexpr, COUNT: gl.constexpr):
+    """Announce COUNT tiles, each of a barrier from ``first`` on."""
+    for m in gl.static_range(first, first + COUNT):
+        mbarrier.expect(bars.index(m), tiles.block_type.nbytes)
 
 
 @gluon.jit
-def load_state(tiles, memory, bar, row):
-    """Start the load of 64 value channels of a state, whose place all warps have read."""
-    mbarrier.expect(bar, tiles.block_type.nbytes)
-    meet()
-    async_load(tiles, [row, 0], bar, memory)
+def load(tiles, row, column, bars, m: gl.constexpr, given, n: gl.constexpr):
+    """Start the load of tile n of ``given``, which barrier m expects. All warps have read what is in its place."""
+    async_load(tiles, [row, column], bars.index(m), given.index(n))
 
 
 @gluon.jit
-def store_values(given, tiles, rates, layout: gl.constexpr):
-    """dO, Y = beta o Z and U = beta o W in parts replace dO, Z and W. Returns rowsum(Z o W)."""
-    V_TILES: gl.constexpr = len(tiles) // 3
-    of_beta = gl.zeros([C], gl.float32, gl.SliceLayout(1, layout))
-    for n in gl.static_range(V_TILES):
-        dO = given.index(n).load(layout)
-        Z = given.index(V_TILES + n).load(layout)
-        W = given.index(2 * V_TILES + n).load(layout)
-        of_beta += gl.sum(Z * W, 1)
-        meet()  # the elements of other threads are where the parts will be
-        store_parts(dO, tiles[n])
-        store_parts(Z * rates[:, None], tiles[V_TILES + n])
-        store_parts(W * rates[:, None], tiles[2 * V_TILES + n])
-    fence_async_shared()
-    meet()
+def wait(bars, parity, first: gl.constexpr, COUNT: gl.constexpr):
+    """Wait for COUNT tiles."""
+    for m in gl.static_range(first, first + COUNT):
+        mbarrier.wait(bars.index(m), parity)
+
+
+@gluon.jit
+def clean(given, left, first: gl.constexpr, COUNT: gl.constexpr):
+    """Zero rows of tiles after the last token."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    if left < C:
+        for n in gl.static_range(first, first + COUNT):
+            zero_rows_from(given.index(n), left, layout)
+        meet()
+
+
+@gluon.jit
+def store_values(given, tiles, rates, zero, layout: gl.constexpr):
+    """dO, Y = beta o Z and U = beta o W in parts replace dO, Z and W. Returns rowsum(Z o W). ``zero``: see ``tiles_in_three``."""
+    first = unknown(zero)
+    Z = given.index(first + 1).load(layout)
+    W = given.index(first + 2).load(layout)
+    of_beta = gl.sum(Z * W, 1)
+    meet()  # the elements of other threads are where the parts will be
+    store_parts(Z * rates, tiles[1])
+    store_parts(W * rates, tiles[2])
+    store_over(given.index(first).load(layout), tiles[0])
     return of_beta
 
 
@@ -90,72 +101,36 @@ def sum_over_pairs(F, f_s, chosen_s):
 
 
 @gluon.jit
-def sum_of_states(S, dS, COUNT: gl.constexpr):
-    """The sum of S o dS', both COUNT elements in memory."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    i = gl.arange(0, AT_ONCE, layout)
-    acc = gl.zeros([AT_ONCE], gl.float32, layout)
-    for n in gl.static_range(COUNT // AT_ONCE):
-        acc += gl.load(S + n * AT_ONCE + i) * gl.load(dS + n * AT_ONCE + i)
-    return gl.sum(acc, 0)
-
-
-@gluon.jit
-def rows_of(x, x_t, left, zero, layout: gl.constexpr, K: gl.constexpr):
-    """The rows [C,K] of the ``left`` tokens of a chunk, ``x_t`` apart, 0 after them. ``zero``: 0, see ``unknown``."""
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + unknown(zero)
-    j = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
-    return gl.load(x + i.to(gl.int64) * x_t + j, mask=(i < left) & (j >= 0), other=0.0)
-
-
-@gluon.jit
-def store_gradient(x, first, step, left):
-    """Store the rows of dq or dk [C,K] of ``left`` tokens, ``step`` apart."""
+def add_gradient(x, first, step, left, again, zero):
+    """Store the rows of dq or dk [C,C] of ``left`` tokens, ``step`` apart, or ``again``: add to them. Each thread has its own elements."""
     layout: gl.constexpr = x.type.layout
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    gl.store(first + i.to(gl.int64) * step + j, x, mask=(i < left) & (j >= 0))
-
-
-@gluon.jit
-def load_keys(q_tiles, k_tiles, given, bars, row, q_column, k_column, phase: gl.constexpr, left, layout: gl.constexpr):
-    """Load q and k of a chunk of ``left`` tokens into ``given`` [2,C,K], which all warps have read, and wait."""
-    mbarrier.expect(bars.index(0), q_tiles.block_type.nbytes)
-    mbarrier.expect(bars.index(1), k_tiles.block_type.nbytes)
-    fence_async_shared()
-    meet()
-    async_load(q_tiles, [row, q_column], bars.index(0), given.index(0))
-    async_load(k_tiles, [row, k_column], bars.index(1), given.index(1))
-    for m in gl.static_range(2):
-        mbarrier.wait(bars.index(m), phase)
-        if left < C:
-            zero_rows_from(given.index(m), left, layout)
-    meet()
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + unknown(zero)
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    place = first + i.to(gl.int64) * step + j
+    inside = (i < left) & (j >= 0)
+    gl.store(place, x + gl.load(place, mask=inside & again, other=0.0), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
 def penstock_gdn_gradients_float32_sm90(
-    q_tiles, k_tiles, o_tiles, z_tiles, w_tiles, S_tiles, dS_tiles, q, k, chunk_states, d_chunk_states, g, beta, d_query, d_key, d_decay,
-    dbeta, cu_seqlens, scale, N, T, H, R, q_h, k_h, q_t, k_t, g_b, g_t, g_h, b_b, b_t, b_h,
+    q_tiles, k_tiles, o_tiles, z_tiles, w_tiles, S_tiles, dS_tiles, g, beta, d_query, d_key, d_decay, dbeta, cu_seqlens,
+    scale, N, T, H, R, q_h, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: gl.constexpr, V: gl.constexpr, DECAYS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and dbeta, from U = beta o W, P = scale dO U^T o D, M = -Y U^T o D.
 
-    TMA tiles: q, k [C,K] of tokens [B T,H / R K], dO [C,64] of [B T,H V], Z and W [C,64] of [slots,H,C,V], S^T and dS'^T [64,K] of
-    [slots,H,V,K]. q, k and the states are also read as matrices, g and beta [B,T,H] by strides. Writes dq, dk [B,T,H / R,K], dg and dbeta
-    [B,T,H]. Program (slot of a chunk, head of q and k): the R heads of v that share it one after another. ``q_h`` and ``k_h`` are K, or 0
-    if all heads share q and k; ``q_t`` and ``k_t``: between rows.
+    TMA tiles [C,64]: q, k of tokens [B T,H / R K], dO of [B T,H V], Z and W of [slots,H,C,V], S^T and dS'^T of [slots,H,V,K]. Reads g and
+    beta [B,T,H] by strides. Writes dq, dk [B,T,H / R,K], dg and dbeta [B,T,H]. Program (slot of a chunk, head of q and k): the R heads of v
+    that share it one after another. ``q_h`` and ``k_h`` are K, or 0 if all heads share q and k.
     """
     gl.static_assert(q_tiles.dtype == gl.float32)
-    gl.static_assert(gl.num_warps() == 4 * GROUPS)
-    V_TILES: gl.constexpr = V // C
-    TILES: gl.constexpr = 3 * V_TILES if 3 * V > 2 * K else 2 * (K // C)
+    gl.static_assert(gl.num_warps() == GROUPS)
+    KEY_TILES: gl.constexpr = K // C
+    VALUE_TILES: gl.constexpr = V // C
     part: gl.constexpr = gl.bfloat16
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, K // GROUPS, 16])
-    by_row: gl.constexpr = gl.SliceLayout(1, wide)
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4 * GROUPS], [0])
-    clean: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4 * GROUPS, 1], [1, 0])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, square)
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     single: gl.constexpr = q_tiles.layout
 
@@ -168,146 +143,157 @@ def penstock_gdn_gradients_float32_sm90(
     token = b * T + begin
     row = token.to(gl.int32)
     first = group * R
-    head = slot * H + first
-    memory = gl.allocate_shared_memory(part, [PARTS * TILES, C, C], half)
-    second = gl.allocate_shared_memory(part, [2 * PARTS, C, C], half)  # of F, of states, of P and M
+    memory = gl.allocate_shared_memory(part, [3 * TILES, C, C], half)
+    given = as_singles(memory, single)
     chosen_s = gl.allocate_shared_memory(part, [C, C], half)
     rate_s = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     vectors = decay_vectors()
-    of_keys = reinterpret(memory, part, [2 * PARTS, C, K], half)
-    of_values = memory.slice(0, PARTS * 3 * V_TILES)
-    of_state = reinterpret(second, part, [PARTS, C, K], half)
-    keys = as_singles(of_keys, single)
-    given = as_singles(of_values, single)
-    state = as_singles(of_state, single).index(0)
-    key_bars = barriers(2, 1)
-    bars = barriers(3, 1)
-    state_bars = barriers(1, 1)
-    tiles = (o_tiles, z_tiles, w_tiles)
-    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
+    bars = barriers(BARRIERS, 1)
+    i = gl.arange(0, C, by_row)[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     at = gl.arange(0, C, line)
-    q += token * q_t + group * q_h
-    k += token * k_t + group * k_h
     g += b * g_b + begin * g_t + first.to(gl.int64) * g_h
     beta += b * b_b + begin * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
     d_decay += token * H + first
     dbeta += token * H + first
-    chunk_states += head.to(gl.int64) * (K * V)
-    d_chunk_states += head.to(gl.int64) * (K * V)
+    step = G.to(gl.int64) * K
+    d_query += token * step + group * K
+    d_key += token * step + group * K
     chosen_s.store(tokens_through(True, square))
-    of_q = gl.zeros([C, C], gl.float32, square)
-    of_k = of_q
-    if DECAYS:
-        load_keys(q_tiles, k_tiles, keys, key_bars, row, group * q_h, group * k_h, 0, left, clean)
-        q_s, k_s = tiles_in_three(of_keys, left * 0)
-        store_over(keys.index(0).load(wide), q_s)
-        store_over(keys.index(1).load(wide), k_s)
-        fence_async_shared()
-        meet()
-        of_q, of_k = finished((product_of_parts(q_s, transposed(k_s), square), product_of_parts(k_s, transposed(k_s), square)), ())
-    else:
-        fence_async_shared()
-    load_values(tiles, given, bars, head, row, first * V, R > 0)
-    P_sum = gl.zeros([C, C], gl.float32, square)
-    M_sum = P_sum
-    d_q = gl.zeros([C, K], gl.float32, wide)
-    d_k = d_q
+    zeros = gl.zeros([C, C], gl.float32, square)
     for r in range(R):
-        phase = r & 1
+        parity = r & 1
         zero = unknown(r * 0)
+        head = slot * H + first + r
+        column = (first + r) * V
         rates = gl.load(beta + r * b_h.to(gl.int64), mask=at < left, other=0.0).to(gl.float32)
         rate_s.store(rates)
+        total = 1.0
         if DECAYS:
             d = log_decays(g + r * g_h.to(gl.int64), g_t, left, at)
-            total = sums_of_decays(d, vectors, phase, 1.0, EXACT=True)
-        for m in gl.static_range(3):
-            mbarrier.wait(bars.index(m), phase)
-        if left < C:
-            for n in gl.static_range(V_TILES):
-                zero_rows_from(given.index(n), left, clean)
+            total = sums_of_decays(d, vectors, parity, 1.0, EXACT=True)
         meet()
-        values = tiles_in_three(of_values, zero)
-        of_beta = store_values(given, values, rate_s.load(gl.SliceLayout(1, square)), square)
-        of_beta = gl.convert_layout(of_beta, line)
-        gl.store(dbeta + r + at.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=at < left)
-        values = tiles_in_three(of_values, zero)
-        removed = ()
-        for n in gl.static_range(V_TILES):
-            removed = removed + (transposed(values[2 * V_TILES + n]),)
-        P = sum_of_products(values[:V_TILES], removed, square) * scale
-        M = sum_of_products(values[V_TILES : 2 * V_TILES], removed, square)
+        P = zeros
+        M = zeros
+        of_beta = gl.zeros([C], gl.float32, by_row)
+        for n in range(VALUE_TILES):
+            expect(q_tiles, bars, PAIRS, 3)
+            fence_async_shared()
+            meet()  # the memory of all tiles is free
+            load(o_tiles, row, column + n * C, bars, PAIRS, given, 0)
+            load(z_tiles, head * C, n * C, bars, PAIRS + 1, given, 1)
+            load(w_tiles, head * C, n * C, bars, PAIRS + 2, given, 2)
+            wait(bars, r * VALUE_TILES + n & 1, PAIRS, 3)
+            clean(given, left, 0, 1)
+            of_beta += store_values(given, tiles_in_three(memory, zero), rate_s.load(by_row)[:, None], zero, square)
+            fence_async_shared()
+            meet()
+            O_s, Y_s, U_s, _ = tiles_in_three(memory, zero)
+            P += finished((product_of_parts(O_s, transposed(U_s), square),), ())[0]
+            M += finished((product_of_parts(Y_s, transposed(U_s), square),), ())[0]
+        gl.store(dbeta + r + at.to(gl.int64) * H, gl.convert_layout(of_beta, line).to(dbeta.dtype.element_ty), mask=at < left)
+        P = P * scale
         if DECAYS:
-            D = factors_between(vectors, phase, 1.0, False, square, EXACT=True)
+            D = factors_between(vectors, parity, 1.0, False, square, EXACT=True)
             P = P * D
             M = M * D
         P = gl.where(i >= j, P, 0.0)
         M = gl.where(i > j, -M, 0.0)
-        P_sum += P
-        M_sum += M
-        if DECAYS:
-            pairs = sum_over_pairs(P * of_q + M * of_k, parts_at(second, zero, PARTS), chosen_s)
-        dQ = gl.zeros([C, K], gl.float32, wide)
-        dA = dQ
-        dB = dQ
-        for n in gl.static_range(V_TILES):
-            load_state(S_tiles, state, state_bars.index(0), (head + r) * V + n * C)
-            mbarrier.wait(state_bars.index(0), n & 1)
-            values = tiles_in_three(of_values, zero)
-            S_s = parts_at(of_state, zero, PARTS)
-            store_over(state.load(wide), S_s)
+        meet()  # no product reads dO, Y and U
+        M_s, _, P_s, _ = tiles_in_three(memory, zero)
+        of_M = given.index(unknown(zero))
+        of_M.store(M)
+        store_parts(P, P_s)
+        meet()
+        store_over(M + of_M.permute((1, 0)).load(square), M_s)
+        of_q = zeros
+        of_k = zeros
+        for n in range(KEY_TILES):
+            expect(q_tiles, bars, KEYS, 2)
+            fence_async_shared()
+            meet()  # M + M^T and P are stored, the memory of q and k is free
+            load(q_tiles, row, group * q_h + n * C, bars, KEYS, given, 1)
+            load(k_tiles, row, group * k_h + n * C, bars, KEYS + 1, given, 3)
+            wait(bars, r * KEY_TILES + n & 1, KEYS, 2)
+            clean(given, left, 1, 1)
+            clean(given, left, 3, 1)
+            M_s, q_s, P_s, k_s = tiles_in_three(memory, zero)
+            store_over(given.index(unknown(zero) + 1).load(square), q_s)
+            store_over(given.index(unknown(zero) + 3).load(square), k_s)
             fence_async_shared()
             meet()
-            of_O, of_Y = finished((product_of_parts(values[n], S_s, wide), product_of_parts(values[V_TILES + n], S_s, wide)), ())
-            dQ += of_O
-            dA += of_Y
-        dQ = dQ * scale
+            M_s, q_s, P_s, k_s = tiles_in_three(memory, zero)
+            add_gradient(finished((product_of_parts(P_s, k_s, square),), ())[0], d_query + n * C, step, left, r > 0, zero)
+            add_gradient(sum_of_products((transposed(P_s), M_s), (q_s, k_s), square), d_key + n * C, step, left, r > 0, zero)
+            if DECAYS:
+                of_q += finished((product_of_parts(q_s, transposed(k_s), square),), ())[0]
+                of_k += finished((product_of_parts(k_s, transposed(k_s), square),), ())[0]
         if DECAYS:
-            read = vectors[2].index(phase).load(by_row)[:, None]
-            dQ = dQ * read
-            dA = dA * read
-            of_rows = gl.sum(rows_of(q, q_t, left, zero, wide, K) * dQ - rows_of(k, k_t, left, zero, wide, K) * dA, 1)
-        d_q += dQ
-        d_k -= dA
-        for n in gl.static_range(V_TILES):
-            load_state(dS_tiles, state, state_bars.index(0), (head + r) * V + n * C)
-            mbarrier.wait(state_bars.index(0), (V_TILES + n) & 1)
-            values = tiles_in_three(of_values, zero)
-            S_s = parts_at(of_state, zero, PARTS)
-            store_over(state.load(wide), S_s)
-            fence_async_shared()
-            meet()
-            dB += finished((product_of_parts(values[2 * V_TILES + n], S_s, wide),), ())[0]
-        load_values(tiles, given, bars, head + r + 1, row, (first + r + 1) * V, r + 1 < R)
+            meet()  # no product reads q
+            M_s, F_s, P_s, _ = tiles_in_three(memory, zero)
+            F = load_parts(P_s, square) * of_q + gl.where(i > j, load_parts(M_s, square) * of_k, 0.0)
+            pairs = gl.convert_layout(sum_over_pairs(F, F_s, chosen_s), line)
+        queries = gl.zeros([C], gl.float32, line)  # the terms of dg by states, summed over key channels
+        keys = queries
+        states = queries
+        for m in range(KEY_TILES):
+            key = m * C  # the first of the channels
+            turn = r * KEY_TILES + m
+            dQ = zeros
+            dA = zeros
+            dK = zeros
+            of_state = gl.zeros([C], gl.float32, by_row)
+            for n in range(VALUE_TILES):
+                expect(q_tiles, bars, STATES, 4)
+                fence_async_shared()
+                meet()  # the memory of all tiles is free
+                load(o_tiles, row, column + n * C, bars, STATES, given, 0)
+                load(z_tiles, head * C, n * C, bars, STATES + 1, given, 1)
+                load(w_tiles, head * C, n * C, bars, STATES + 2, given, 2)
+                load(S_tiles, head * V + n * C, key, bars, STATES + 3, given, 3)
+                wait(bars, turn * VALUE_TILES + n & 1, STATES, 4)
+                clean(given, left, 0, 1)
+                store_values(given, tiles_in_three(memory, zero), rate_s.load(by_row)[:, None], zero, square)
+                store_over(given.index(unknown(zero) + 3).load(square), tiles_in_three(memory, zero)[3])
+                fence_async_shared()
+                meet()
+                O_s, Y_s, U_s, S_s = tiles_in_three(memory, zero)
+                dQ += finished((product_of_parts(O_s, S_s, square),), ())[0]
+                expect(q_tiles, bars, STATES + 4, 1)
+                meet()  # dO is free
+                load(dS_tiles, head * V + n * C, key, bars, STATES + 4, given, 0)
+                dA += finished((product_of_parts(Y_s, S_s, square),), ())[0]
+                wait(bars, turn * VALUE_TILES + n & 1, STATES + 4, 1)
+                dS_s, _, U_s, S_s = tiles_in_three(memory, zero)
+                dS = given.index(unknown(zero)).load(square)
+                if DECAYS:
+                    of_state += gl.sum(load_parts(S_s, square) * dS, 1)
+                store_over(dS, dS_s)
+                fence_async_shared()
+                meet()
+                dK += finished((product_of_parts(U_s, dS_s, square),), ())[0]
+            dQ = dQ * scale
+            if DECAYS:
+                expect(q_tiles, bars, ROWS, 2)
+                meet()  # the memory of q and k is free
+                load(q_tiles, row, group * q_h + key, bars, ROWS, given, 1)
+                load(k_tiles, row, group * k_h + key, bars, ROWS + 1, given, 3)
+                read = vectors[2].index(parity).load(by_row)[:, None]
+                dQ = dQ * read
+                dA = dA * read
+                dK = dK * vectors[3].index(parity).load(by_row)[:, None]
+                wait(bars, turn & 1, ROWS, 2)
+                clean(given, left, 1, 1)
+                clean(given, left, 3, 1)
+                of_rows = gl.sum(given.index(unknown(zero) + 1).load(square) * dQ, 1)
+                k_rows = given.index(unknown(zero) + 3).load(square)
+                of_rows -= gl.sum(k_rows * dA, 1)
+                queries += gl.convert_layout(of_rows, line)
+                keys += gl.convert_layout(gl.sum(k_rows * dK, 1), line)
+                states += gl.sum(of_state, 0) * total
+            add_gradient(dQ, d_query + key, step, left, True, zero)
+            add_gradient(dK - dA, d_key + key, step, left, True, zero)
         if DECAYS:
-            dB = dB * vectors[3].index(phase).load(by_row)[:, None]
-            of_columns = gl.sum(rows_of(k, k_t, left, zero, wide, K) * dB, 1)
-            at_state = unknown(r * (K * V))
-            of_states = sum_of_states(chunk_states + at_state, d_chunk_states + at_state, K * V) * total
-            of_rows = gl.convert_layout(of_rows, line)
-            of_columns = gl.convert_layout(of_columns, line)
-            gradient = gradients_of_decays(of_rows, of_columns, of_states, d, at >= left) + gl.convert_layout(pairs, line)
+            gradient = gradients_of_decays(queries, keys, states, d, at >= left) + pairs
             gl.store(d_decay + r + at.to(gl.int64) * H, gradient.to(d_decay.dtype.element_ty), mask=at < left)
-        d_k += dB
-    meet()  # no product reads values and states
-    load_keys(q_tiles, k_tiles, keys, key_bars, row, group * q_h, group * k_h, 1 if DECAYS else 0, left, clean)
-    q_s, k_s = tiles_in_three(of_keys, left * 0)
-    store_over(keys.index(0).load(wide), q_s)
-    store_over(keys.index(1).load(wide), k_s)
-    of_M = as_singles(second, single).index(0)
-    of_M.store(M_sum)
-    meet()
-    M_sum += of_M.permute((1, 0)).load(square)
-    P_s = parts_at(second, unknown(left * 0), PARTS)
-    M_s = parts_at(second, unknown(left * 0) + PARTS, PARTS)
-    store_over(M_sum, M_s)
-    store_parts(P_sum, P_s)
-    fence_async_shared()
-    meet()
-    q_s, k_s = tiles_in_three(of_keys, left * 0)
-    step = G.to(gl.int64) * K
-    d_q += finished((product_of_parts(P_s, k_s, wide),), ())[0]
-    store_gradient(d_q, d_query + token * step + group * K, step, left)
-    d_k += sum_of_products((transposed(P_s), M_s), (q_s, k_s), wide)
-    store_gradient(d_k, d_key + token * step + group * K, step, left)
-    invalidate((key_bars, bars, state_bars))
+    invalidate((bars,))
