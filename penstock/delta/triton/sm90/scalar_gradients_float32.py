@@ -2,8 +2,8 @@
 
 The formulas are those of ``scalar_gradients.py``, with W from the walk and Z = dV / beta. Every operand is the sum of three bfloat16 tiles.
 Shared memory has room for dO, Y and U of a head, and 64 value channels of one of its states. q and k have the same place before the heads,
-for q k^T and k k^T, and after them: P and M of the heads that share q and k are summed, then multiplied by q and k once. dq and dk are
-sums in registers.
+for q k^T and k k^T, and after them: P and M of the heads that share q and k are summed, then multiplied by q and k once. dq and dk
+are summed in memory, each element by one thread.
 """
 
 from __future__ import annotations
@@ -50,22 +50,32 @@ def load_values(tiles, given, bars, head, row, column, exists):
 
 
 @gluon.jit
-def load_state(tiles, memory, bar, row):
-    """Start the load of 64 value channels of a state, whose place all warps have read."""
-    mbarrier.expect(bar, tiles.block_type.nbytes)
+def load_state(tiles, memory, bar, row, exists):
+    """Start the load of 64 value channels of a state, if it exists. All warps have read what is in its place."""
+    mbarrier.expect(bar, tiles.block_type.nbytes, pred=exists)
     meet()
-    async_load(tiles, [row, 0], bar, memory)
+    async_load(tiles, [row, 0], bar, memory, pred=exists)
 
 
 @gluon.jit
-def store_values(given, tiles, rates, layout: gl.constexpr):
-    """dO, Y = beta o Z and U = beta o W in parts replace dO, Z and W. Returns rowsum(Z o W)."""
+def store_state(memory, bar, phase: gl.constexpr, parts, layout: gl.constexpr):
+    """Wait for 64 value channels of a state, and store them in parts in their place."""
+    mbarrier.wait(bar, phase)
+    store_over(memory.load(layout), parts)
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def store_values(given, tiles, rates, zero, layout: gl.constexpr):
+    """dO, Y = beta o Z and U = beta o W in parts replace dO, Z and W. Returns rowsum(Z o W). ``zero``: see ``tiles_in_three``."""
     V_TILES: gl.constexpr = len(tiles) // 3
     of_beta = gl.zeros([C], gl.float32, gl.SliceLayout(1, layout))
     for n in gl.static_range(V_TILES):
-        dO = given.index(n).load(layout)
-        Z = given.index(V_TILES + n).load(layout)
-        W = given.index(2 * V_TILES + n).load(layout)
+        first = unknown(zero) + n
+        dO = given.index(first).load(layout)
+        Z = given.index(first + V_TILES).load(layout)
+        W = given.index(first + 2 * V_TILES).load(layout)
         of_beta += gl.sum(Z * W, 1)
         meet()  # the elements of other threads are where the parts will be
         store_parts(dO, tiles[n])
@@ -109,12 +119,14 @@ def rows_of(x, x_t, left, zero, layout: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(x, first, step, left):
-    """Store the rows of dq or dk [C,K] of ``left`` tokens, ``step`` apart."""
+def add_gradient(x, first, step, left, again, zero):
+    """Store the rows of dq or dk [C,K] of ``left`` tokens, ``step`` apart, or ``again``: add to them. Each thread has its own elements."""
     layout: gl.constexpr = x.type.layout
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + unknown(zero)
     j = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    gl.store(first + i.to(gl.int64) * step + j, x, mask=(i < left) & (j >= 0))
+    place = first + i.to(gl.int64) * step + j
+    inside = (i < left) & (j >= 0)
+    gl.store(place, x + gl.load(place, mask=inside & again, other=0.0), mask=inside)
 
 
 @gluon.jit
@@ -170,7 +182,8 @@ def penstock_gdn_gradients_float32_sm90(
     first = group * R
     head = slot * H + first
     memory = gl.allocate_shared_memory(part, [PARTS * TILES, C, C], half)
-    second = gl.allocate_shared_memory(part, [2 * PARTS, C, C], half)  # of F, of states, of P and M
+    second = gl.allocate_shared_memory(part, [2 * PARTS, C, C], half)  # of states, of P and M
+    f_memory = gl.allocate_shared_memory(part, [PARTS, C, C], half)
     chosen_s = gl.allocate_shared_memory(part, [C, C], half)
     rate_s = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     vectors = decay_vectors()
@@ -179,7 +192,7 @@ def penstock_gdn_gradients_float32_sm90(
     of_state = reinterpret(second, part, [PARTS, C, K], half)
     keys = as_singles(of_keys, single)
     given = as_singles(of_values, single)
-    state = as_singles(of_state, single).index(0)
+    state = as_singles(of_state, single)
     key_bars = barriers(2, 1)
     bars = barriers(3, 1)
     state_bars = barriers(1, 1)
@@ -187,14 +200,12 @@ def penstock_gdn_gradients_float32_sm90(
     i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     at = gl.arange(0, C, line)
-    q += token * q_t + group * q_h
-    k += token * k_t + group * k_h
+    q += token * q_t + gl.multiple_of(group * q_h, C)  # K or 0 columns apart
+    k += token * k_t + gl.multiple_of(group * k_h, C)
     g += b * g_b + begin * g_t + first.to(gl.int64) * g_h
     beta += b * b_b + begin * b_t + first.to(gl.int64) * b_h + at.to(gl.int64) * b_t
     d_decay += token * H + first
     dbeta += token * H + first
-    chunk_states += head.to(gl.int64) * (K * V)
-    d_chunk_states += head.to(gl.int64) * (K * V)
     chosen_s.store(tokens_through(True, square))
     of_q = gl.zeros([C, C], gl.float32, square)
     of_k = of_q
@@ -209,10 +220,12 @@ def penstock_gdn_gradients_float32_sm90(
     else:
         fence_async_shared()
     load_values(tiles, given, bars, head, row, first * V, R > 0)
+    load_state(S_tiles, state.index(0), state_bars.index(0), head * V, R > 0)
     P_sum = gl.zeros([C, C], gl.float32, square)
     M_sum = P_sum
-    d_q = gl.zeros([C, K], gl.float32, wide)
-    d_k = d_q
+    step = G.to(gl.int64) * K
+    d_query += token * step + group * K
+    d_key += token * step + group * K
     for r in range(R):
         phase = r & 1
         zero = unknown(r * 0)
@@ -228,7 +241,7 @@ def penstock_gdn_gradients_float32_sm90(
                 zero_rows_from(given.index(n), left, clean)
         meet()
         values = tiles_in_three(of_values, zero)
-        of_beta = store_values(given, values, rate_s.load(gl.SliceLayout(1, square)), square)
+        of_beta = store_values(given, values, rate_s.load(gl.SliceLayout(1, square)), zero, square)
         of_beta = gl.convert_layout(of_beta, line)
         gl.store(dbeta + r + at.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=at < left)
         values = tiles_in_three(of_values, zero)
@@ -246,49 +259,48 @@ def penstock_gdn_gradients_float32_sm90(
         P_sum += P
         M_sum += M
         if DECAYS:
-            pairs = sum_over_pairs(P * of_q + M * of_k, parts_at(second, zero, PARTS), chosen_s)
+            pairs = sum_over_pairs(P * of_q + M * of_k, parts_at(f_memory, zero, PARTS), chosen_s)
         dQ = gl.zeros([C, K], gl.float32, wide)
         dA = dQ
-        dB = dQ
+        of_head = (head + r) * V
         for n in gl.static_range(V_TILES):
-            load_state(S_tiles, state, state_bars.index(0), (head + r) * V + n * C)
-            mbarrier.wait(state_bars.index(0), n & 1)
-            values = tiles_in_three(of_values, zero)
             S_s = parts_at(of_state, zero, PARTS)
-            store_over(state.load(wide), S_s)
-            fence_async_shared()
-            meet()
-            of_O, of_Y = finished((product_of_parts(values[n], S_s, wide), product_of_parts(values[V_TILES + n], S_s, wide)), ())
-            dQ += of_O
-            dA += of_Y
+            store_state(state.index(unknown(zero)), state_bars.index(0), n & 1, S_s, wide)
+            values = tiles_in_three(of_values, zero)
+            dQ += finished((product_of_parts(values[n], S_s, wide),), ())[0]
+            dA += finished((product_of_parts(values[V_TILES + n], S_s, wide),), ())[0]
+            if n + 1 < V_TILES:
+                load_state(S_tiles, state.index(zero), state_bars.index(0), of_head + (n + 1) * C, R > 0)
+            else:
+                load_state(dS_tiles, state.index(zero), state_bars.index(0), of_head, R > 0)
         dQ = dQ * scale
         if DECAYS:
             read = vectors[2].index(phase).load(by_row)[:, None]
             dQ = dQ * read
             dA = dA * read
             of_rows = gl.sum(rows_of(q, q_t, left, zero, wide, K) * dQ - rows_of(k, k_t, left, zero, wide, K) * dA, 1)
-        d_q += dQ
-        d_k -= dA
+        add_gradient(dQ, d_query, step, left, r > 0, zero)
+        dK = gl.zeros([C, K], gl.float32, wide)
         for n in gl.static_range(V_TILES):
-            load_state(dS_tiles, state, state_bars.index(0), (head + r) * V + n * C)
-            mbarrier.wait(state_bars.index(0), (V_TILES + n) & 1)
-            values = tiles_in_three(of_values, zero)
             S_s = parts_at(of_state, zero, PARTS)
-            store_over(state.load(wide), S_s)
-            fence_async_shared()
-            meet()
-            dB += finished((product_of_parts(values[2 * V_TILES + n], S_s, wide),), ())[0]
+            store_state(state.index(unknown(zero)), state_bars.index(0), (V_TILES + n) & 1, S_s, wide)
+            values = tiles_in_three(of_values, zero)
+            dK += finished((product_of_parts(values[2 * V_TILES + n], S_s, wide),), ())[0]
+            if n + 1 < V_TILES:
+                load_state(dS_tiles, state.index(zero), state_bars.index(0), of_head + (n + 1) * C, R > 0)
+            else:
+                load_state(S_tiles, state.index(zero), state_bars.index(0), of_head + V, r + 1 < R)
         load_values(tiles, given, bars, head + r + 1, row, (first + r + 1) * V, r + 1 < R)
         if DECAYS:
-            dB = dB * vectors[3].index(phase).load(by_row)[:, None]
-            of_columns = gl.sum(rows_of(k, k_t, left, zero, wide, K) * dB, 1)
-            at_state = unknown(r * (K * V))
+            dK = dK * vectors[3].index(phase).load(by_row)[:, None]
+            of_columns = gl.sum(rows_of(k, k_t, left, zero, wide, K) * dK, 1)
+            at_state = (head + r).to(gl.int64) * (K * V)
             of_states = sum_of_states(chunk_states + at_state, d_chunk_states + at_state, K * V) * total
             of_rows = gl.convert_layout(of_rows, line)
             of_columns = gl.convert_layout(of_columns, line)
             gradient = gradients_of_decays(of_rows, of_columns, of_states, d, at >= left) + gl.convert_layout(pairs, line)
             gl.store(d_decay + r + at.to(gl.int64) * H, gradient.to(d_decay.dtype.element_ty), mask=at < left)
-        d_k += dB
+        add_gradient(dK - dA, d_key, step, left, r > 0, zero)
     meet()  # no product reads values and states
     load_keys(q_tiles, k_tiles, keys, key_bars, row, group * q_h, group * k_h, 1 if DECAYS else 0, left, clean)
     q_s, k_s = tiles_in_three(of_keys, left * 0)
@@ -305,11 +317,8 @@ def penstock_gdn_gradients_float32_sm90(
     fence_async_shared()
     meet()
     q_s, k_s = tiles_in_three(of_keys, left * 0)
-    step = G.to(gl.int64) * K
-    d_q += finished((product_of_parts(P_s, k_s, wide),), ())[0]
-    store_gradient(d_q, d_query + token * step + group * K, step, left)
-    d_k += sum_of_products((transposed(P_s), M_s), (q_s, k_s), wide)
-    store_gradient(d_k, d_key + token * step + group * K, step, left)
+    add_gradient(finished((product_of_parts(P_s, k_s, wide),), ())[0], d_query, step, left, R > 0, left * 0)
+    add_gradient(sum_of_products((transposed(P_s), M_s), (q_s, k_s), wide), d_key, step, left, R > 0, left * 0)
     meet()
     for m in gl.static_range(2):
         mbarrier.invalidate(key_bars.index(m))
