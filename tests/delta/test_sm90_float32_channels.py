@@ -2,18 +2,24 @@
 
 from dataclasses import replace
 
+import contract
 import pytest
 import torch
 from cases import arithmetic, check_against, upstream
 from deltas import Delta, allowed, oracle
 from emulated import gluon
 from hopper_deltas import A100, EMULATED, H200, assert_equal, backward, check_state_alone, forward, given, problem_of
-from sampling import slow
+from sampling import every, slow
 
+from penstock.call.implementation import Upstream
+from penstock.delta import triton
+from penstock.delta.triton import launch
 from penstock.delta.triton.calls import Backward, C, Forward
 from penstock.delta.triton.forms import channels_float32_sm90
 from penstock.delta.triton.forms.lists import residuals_of
+from penstock.gpu.launch import tried, trying
 from penstock.gpu.plan import Plan
+from penstock.gpu.target import standing_in
 
 pytestmark = EMULATED
 OF = Delta("kda", B=1, H=1, T=70, K=128, V=128, dtype=torch.float32, others=torch.float32)
@@ -38,7 +44,7 @@ FORWARD, BACKWARD, PIECES = channels_float32_sm90.FORWARD, channels_float32_sm90
 NAMES = ("output", "final_state")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*every(6, CASES), *slow(*CASES)], ids=str)
 def test_equal_the_oracle(case):
     """Within the budget of kernels that compute in float32."""
     found, wanted = forward(FORWARD, problem_of(case, repeated=True)), oracle(case)
@@ -164,7 +170,7 @@ def summed(x, heads):
     return x.unflatten(2, (heads, -1)).double().sum(3).to(x.dtype)
 
 
-@pytest.mark.parametrize("case", BACKWARD_CASES, ids=str)
+@pytest.mark.parametrize("case", [*every(6, BACKWARD_CASES), *slow(*BACKWARD_CASES)], ids=str)
 def test_gradients_equal_the_oracle(case):
     """Within the budget of kernels that compute in float32."""
     found, wanted = backward(BACKWARD, problem_of(case, repeated=True), *upstream(case)), oracle(case)
@@ -241,3 +247,25 @@ def test_reasons(case, target, reason):
     problem, (d_output, d_final) = problem_of(case, repeated=True), upstream(case)
     assert reason in str(FORWARD.refusal(Forward.of(problem, target)))
     assert reason in str(BACKWARD.refusal(Backward.of(problem, target, d_output=d_output, d_final_state=d_final)))
+
+
+def test_calls_by_named_forms(monkeypatch):
+    """From a call to the kernels and back, by what the forward pass keeps."""
+    case, ran = replace(OF, H=2, T=130, gate="mixture"), []
+
+    def run(name, p, of, planned, tensors, *more, **options):
+        plan = planned(tried(H200)[0])
+        ran.extend(plan.forms)
+        return gluon.run(plan, {key: p.q if x is None else x for key, x in tensors.items()}, p.sizes)
+
+    monkeypatch.setattr(launch.launch, "run", run)
+    monkeypatch.setattr(triton, "gpu_refuses", lambda x: None)
+    problem = contract.problem_of(case, case.tensors())
+    with standing_in(H200), trying({}, FORWARD.name, BACKWARD.name):
+        (output, final_state), residuals = triton.CHUNKWISE.forward_with_residuals(problem)
+        gradients = triton.CHUNKWISE.backward(problem, Upstream(upstream(case), (), residuals, ()))
+    assert ran == [FORWARD.name, BACKWARD.name]
+    assert len(residuals) == len(residuals_of(problem))
+    names = [f"d{one.name}" for one in problem.signature.arguments if one.gradient]
+    found = {name: x for name, x in zip(names, gradients) if x is not None} | {"output": output, "final_state": final_state}
+    case.check(found, "triton_chunkwise")

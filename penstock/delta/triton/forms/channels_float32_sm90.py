@@ -22,6 +22,8 @@ W = 32
 """Key channels of a block of ``prepare_float32``."""
 BLOCK = 16
 """Rows of the blocks of pair matrices."""
+BLOCK_ROWS = 2 * PARTS * C * C // BLOCK
+"""Of all blocks of both pair matrices of a chunk, in parts."""
 WARPS = 8
 """Of the gradients of pairs and of products with states."""
 
@@ -46,8 +48,8 @@ def refuses(call: Call) -> str | None:
 
 
 def refuses_backward(call: Backward) -> str | None:
-    """Also the gradient of the output is copied in tiles."""
-    return refuses(call) or untiled_gradient(call)
+    """Also the gradient of the output and the blocks of pair matrices are copied in tiles."""
+    return refuses(call) or call.other_rows(C, BLOCK_ROWS) or untiled_gradient(call)
 
 
 def avoids(call: Call) -> str | None:
@@ -105,7 +107,7 @@ def add_gradients(plan: Plan, call: Backward) -> None:
 
     dq, dk, dg = (like(name, K, dtype=torch.float32) for name in ("dq", "dk", "dg"))
     dbeta = like("dbeta", dtype=p.beta.dtype)
-    pairs = plan.empty("pairs", slots, H, 2 * PARTS * C * C // BLOCK, BLOCK, dtype=torch.bfloat16)
+    pairs = plan.empty("pairs", slots, H, BLOCK_ROWS, BLOCK, dtype=torch.bfloat16)
     own, of_states, kept = plan.empty("own", slots, H, C), plan.empty("of_states", slots, H, 3, K, C), plan.empty("kept", slots, H, K)
     plan.launch(
         pairs_gradients_float32.penstock_kda_pairs_float32_sm90, call.programs(slots, 1),

@@ -4,6 +4,9 @@ The formulas are those of ``gradients.py``; ``pairs_gradients_float32.py`` compu
 transposed, see ``columns.py``, and a product of parts is six. The sums of log decays of levels have two parts, see ``prepare_float32.py``:
 a level's factor is one exponential. Every term of dg is a pair of tokens with t between them, so there is no cancellation.
 
+P is stored with its transpose above the diagonal. So one product of a level has the terms of dq of second halves, from tiles of k, and the
+terms of dk of first halves, from tiles of q.
+
 Inputs, products with states and gradients are read and written in registers: a warp's accesses are whole sectors of 32 bytes. Shared memory
 has P and M (48 KB) and in float32 the tiles of levels 16 and 32 (48 KB), so two programs share a multiprocessor.
 """
@@ -86,14 +89,11 @@ def sums_of_group(d):
 
 
 @gluon.jit
-def blocks_at(pairs_s, matrix: gl.constexpr, i, j, TRANSPOSED: gl.constexpr):
-    """The parts of block (i,j) of P (0) or M (1), or its transpose, as right operands."""
+def blocks_at(pairs_s, matrix: gl.constexpr, i, j):
+    """The parts of block (i,j) of P (0) or M (1) as right operands."""
     found = ()
     for m in gl.static_range(3):
-        x = pairs_s.index((3 * matrix + m) * BLOCKS + GROUPS * i + j)
-        if TRANSPOSED:
-            x = x.permute((1, 0))
-        found = found + (x.load(RIGHT),)
+        found = found + (pairs_s.index((3 * matrix + m) * BLOCKS + GROUPS * i + j).load(RIGHT),)
     return found
 
 
@@ -126,9 +126,8 @@ def near_levels(q, k, d, pairs_s, masks_s, m):
 
     Also returns the sums of log decays up to each token of the group, and after it, in two parts each.
     """
-    P = blocks_at(pairs_s, 0, m, m, False)
-    P_t = blocks_at(pairs_s, 0, m, m, True)
-    M = blocks_at(pairs_s, 1, m, m, False)
+    P = blocks_at(pairs_s, 0, m, m)
+    M = blocks_at(pairs_s, 1, m, m)
     through, rest = d
     total, rest_total = d
     every, every_rest = d
@@ -140,10 +139,9 @@ def near_levels(q, k, d, pairs_s, masks_s, m):
         factor = power((gl.where(second, through, every - through), gl.where(second, rest, every_rest - rest)))
         Q = q * factor
         X = k * factor
-        left_q = in_three(Q, gl.bfloat16)
-        left_k = in_three(X, gl.bfloat16)
-        dQ = product(left_k, split_parts(P_t, masks_s, n))
-        dX = product(left_k, split_parts(M, masks_s, n)) + product(left_q, split_parts(P, masks_s, n))
+        both = product(in_three(gl.where(second, Q, X), gl.bfloat16), split_parts(P, masks_s, n))
+        dQ = gl.where(second, both, 0.0)
+        dX = product(in_three(X, gl.bfloat16), split_parts(M, masks_s, n)) + gl.where(second, 0.0, both)
         dq += dQ * factor
         dk += dX * factor
         z = X * dX + Q * dQ
@@ -161,24 +159,23 @@ def near_levels(q, k, d, pairs_s, masks_s, m):
 
 
 @gluon.jit
-def far_level(tiles_q, tiles_k, pairs_s, m, first, COUNT: gl.constexpr):
+def far_level(tiles_s, pairs_s, m, first, second, COUNT: gl.constexpr):
     """A level of whole groups, for group m: ``first`` and COUNT - 1 groups after it are the other half.
 
-    ``tiles_k`` [2 GROUPS,W,ROWS], ``tiles_q`` [GROUPS,W,ROWS] of second halves: tiles of levels 32 (COUNT = 2) and 16 (COUNT = 1). Returns
-    the gradients of those of group m. A group in a first half takes any tile of q: P is 0 above the diagonal.
+    ``second``: whether m is in the second half. ``tiles_s`` [3 GROUPS,W,ROWS]: tiles of k of levels 32 (COUNT = 2) and 16 (COUNT = 1), then
+    those of q of second halves. Returns the products with M, and those with P: of tiles of k for dq in the second half, of q for dk in the
+    first.
     """
     SHIFT: gl.constexpr = 2 - COUNT  # of the number of a group with a tile of q
-    K: gl.constexpr = GROUPS * SHIFT
-    Q: gl.constexpr = 2 * SHIFT
-    dQ = gl.zeros([W, ROWS], gl.float32, TILE)
     dX = gl.zeros([W, ROWS], gl.float32, TILE)
+    both = gl.zeros([W, ROWS], gl.float32, TILE)
     for c in gl.static_range(COUNT):
-        X = in_three(tiles_k.index(K + first + c).load(TILE), gl.bfloat16)
-        dQ += product(X, blocks_at(pairs_s, 0, m, first + c, True))
-        dX += product(X, blocks_at(pairs_s, 1, first + c, m, False))
-        X = in_three(tiles_q.index(Q + (((first + c) >> SHIFT) & 1)).load(TILE), gl.bfloat16)
-        dX += product(X, blocks_at(pairs_s, 0, first + c, m, False))
-    return dQ, dX
+        of_k = GROUPS * SHIFT + first + c
+        of_q = 2 * GROUPS + 2 * SHIFT + (((first + c) >> SHIFT) & 1)
+        dX += product(in_three(tiles_s.index(of_k).load(TILE), gl.bfloat16), blocks_at(pairs_s, 1, first + c, m))
+        X = in_three(tiles_s.index(gl.where(second, of_k, of_q)).load(TILE), gl.bfloat16)
+        both += product(X, blocks_at(pairs_s, 0, first + c, m))
+    return dX, both
 
 
 @gluon.jit
@@ -196,7 +193,7 @@ def store_decays_around(factors_s, coarse, rest):
 
 
 @gluon.jit
-def store_tiles_and_sums(tiles_q, tiles_k, sums_s, of_states, factors_s, q, k, d, scale, K: gl.constexpr, m):
+def store_tiles_and_sums(tiles_s, sums_s, of_states, factors_s, q, k, d, scale, K: gl.constexpr, m):
     """Store the tiles of levels 32 and 16 of group m, see ``far_level``, and the sums over its tokens of the terms of states of dg.
 
     ``sums_s`` [2 GROUPS,W]: of the terms for the tokens before the group, and for those after it.
@@ -210,22 +207,22 @@ def store_tiles_and_sums(tiles_q, tiles_k, sums_s, of_states, factors_s, q, k, d
     z = Q * (of_states_at(of_states, K, 2, m) * scale) - Kt * of_states_at(of_states, K, 1, m)
     sums_s.index(m).store(gl.sum(z * before, 1))
     sums_s.index(GROUPS + m).store(gl.sum(X * of_states_at(of_states, K, 0, m) * after, 1))
-    tiles_k.index(m).store(gl.where(m > 1, Kt, X) * middle)
-    tiles_k.index(GROUPS + m).store(gl.where(m % 2 == 1, Kt, X))
+    tiles_s.index(m).store(gl.where(m > 1, Kt, X) * middle)
+    tiles_s.index(GROUPS + m).store(gl.where(m % 2 == 1, Kt, X))
     if m > 1:
-        tiles_q.index(m % 2).store(Q * middle)
+        tiles_s.index(2 * GROUPS + m % 2).store(Q * middle)
     if m % 2 == 1:
-        tiles_q.index(2 + m // 2).store(Q)
+        tiles_s.index(2 * GROUPS + 2 + m // 2).store(Q)
 
 
 @gluon.jit
-def far_terms(tiles_q, tiles_k, pairs_s, of_states, factors_s, q, k, through, remaining, scale, K: gl.constexpr, m):
+def far_terms(tiles_s, pairs_s, of_states, factors_s, q, k, through, remaining, scale, K: gl.constexpr, m):
     """The terms of levels 16 and 32 and of the states for group m: of dq and dk [W,ROWS], and their products with q and k.
 
     These are of dg for earlier tokens and for later ones. Also returns the sum [W] of those of level 32, which the group beside it needs.
     """
     before, after, middle = decays_around(factors_s, m)
-    dQ, dX = far_level(tiles_q, tiles_k, pairs_s, m, m ^ 1, 1)
+    dX, both = far_level(tiles_s, pairs_s, m, m ^ 1, m % 2 == 1, 1)
     decay = power(through)
     decay_after = power(remaining)
     Q = q * decay
@@ -233,10 +230,13 @@ def far_terms(tiles_q, tiles_k, pairs_s, of_states, factors_s, q, k, through, re
     X = k * decay_after
     later = gl.where(m % 2 == 1, 1.0, 0.0)  # whether group m is in the second half of its block of level 16
     second = gl.where(m > 1, 1.0, 0.0)  # of level 32
-    of_q = of_states_at(of_states, K, 2, m) * (before * scale) + dQ
+    dX += both * (1.0 - later)
+    of_q = of_states_at(of_states, K, 2, m) * (before * scale) + both * later
     of_k = dX * later - of_states_at(of_states, K, 1, m) * before
     of_x = of_states_at(of_states, K, 0, m) * after + dX * (1.0 - later)
-    dQ, dX = far_level(tiles_q, tiles_k, pairs_s, m, (m & 2) ^ 2, 2)
+    dX, both = far_level(tiles_s, pairs_s, m, (m & 2) ^ 2, m > 1, 2)
+    dQ = both * second
+    dX += both * (1.0 - second)
     beside = gl.sum((Q * dQ + gl.where(m > 1, Kt, X) * dX) * middle, 1)
     of_q += dQ * middle
     of_k += dX * (middle * second)
@@ -268,8 +268,7 @@ def penstock_kda_gradients_float32_sm90(
     token = b * T + begin
     place = slot.to(gl.int64) * H + h
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [6 * BLOCKS, ROWS, ROWS], pair_tiles.layout)
-    tiles_k = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, W, ROWS], PAIRS)  # of levels 32 and 16
-    tiles_q = gl.allocate_shared_memory(gl.float32, [GROUPS, W, ROWS], PAIRS)
+    tiles_s = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, W, ROWS], PAIRS)  # of levels 32 and 16, see ``far_level``
     sums_s = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, W], flat)
     factors_s = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, W], flat)
     masks_s = gl.allocate_shared_memory(gl.bfloat16, [MASKS, ROWS, ROWS], plain2)
@@ -300,7 +299,7 @@ def penstock_kda_gradients_float32_sm90(
         Q = group_at(q, q_t, left, m)
         X = group_at(k, k_t, left, m)
         d = in_two_sums(group_at(g, g_t, left, m))
-        store_tiles_and_sums(tiles_q, tiles_k, sums_s, of_states, factors_s, Q, X, d, scale, K, m)
+        store_tiles_and_sums(tiles_s, sums_s, of_states, factors_s, Q, X, d, scale, K, m)
     meet()
     mbarrier.wait(loaded.index(0), 0)
     beside = gl.zeros([W], gl.float32, row)
@@ -313,9 +312,7 @@ def penstock_kda_gradients_float32_sm90(
         d = in_two_sums(group_at(g, g_t, left, m))
         dq, dk, dg, through, remaining = near_levels(Q, X, d, pairs_s, masks_s, m)
         constant = across + gl.where(n % 2 == 1, beside, 0.0)
-        more_q, more_k, z_r, z_c, beside = far_terms(
-            tiles_q, tiles_k, pairs_s, of_states, factors_s, Q, X, through, remaining, scale, K, m
-        )  # fmt: skip
+        more_q, more_k, z_r, z_c, beside = far_terms(tiles_s, pairs_s, of_states, factors_s, Q, X, through, remaining, scale, K, m)
         for j in gl.static_range(GROUPS):
             constant += gl.where(m < j, sums_s.index(j).load(row), 0.0) + gl.where(m > j, sums_s.index(GROUPS + j).load(row), 0.0)
         dg += summed(z_r, masks_s.index(SUFFIX).load(RIGHT)) + summed(z_c, masks_s.index(PREFIX).load(RIGHT)) + constant[:, None]

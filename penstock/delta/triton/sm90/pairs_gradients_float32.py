@@ -2,7 +2,7 @@
 
 With S the state before the chunk, dS' the gradient of the state after it, W and Z = dV / beta from the walks,
 
-    U = beta o W    Y = beta o Z    dbeta = rowsum(Z o W)    P = scale dO U^T (s <= t)    M = -Y U^T (s < t), its transpose above
+    U = beta o W    Y = beta o Z    dbeta = rowsum(Z o W)    P = scale dO U^T (s <= t)    M = -Y U^T (s < t), transposes above
     U dS'^T, Y S^T, dO S^T, transposed: [K,C]                rowsum(S o dS'): [K]
 
 beta is a factor of rows and columns of products, and nothing is divided. Operands have three bfloat16 parts, so a tile [C,C] takes 24 KB:
@@ -37,13 +37,15 @@ def three_at(memory, n):
 
 @gluon.jit
 def store_blocks_of(x, pointer):
-    """Store the parts of a matrix [C,C] at ``pointer`` as [3,BLOCKS,ROWS,ROWS]."""
+    """Store the parts of a matrix [C,C], on and below its diagonal, and of its transpose above, at ``pointer`` as [3,BLOCKS,ROWS,ROWS]."""
     i = gl.arange(0, C, gl.SliceLayout(1, x.type.layout))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, x.type.layout))[None, :]
     at = ((i // ROWS * GROUPS + j // ROWS) * ROWS + i % ROWS) * ROWS + j % ROWS
+    mirrored = ((j // ROWS * GROUPS + i // ROWS) * ROWS + j % ROWS) * ROWS + i % ROWS
     parts = in_three(x, gl.bfloat16)
     for m in gl.static_range(3):
-        gl.store(pointer + (at + m * (C * C)), parts[m])
+        gl.store(pointer + (at + m * (C * C)), parts[m], mask=i >= j)
+        gl.store(pointer + (mirrored + m * (C * C)), parts[m], mask=i > j)
 
 
 @gluon.jit
@@ -113,29 +115,24 @@ def penstock_kda_pairs_float32_sm90(
     meet()
 
     P = gl.zeros([C, C], gl.float32, wide)
-    below = gl.zeros([C, C], gl.float32, wide)
-    above = gl.zeros([C, C], gl.float32, wide)
+    M = gl.zeros([C, C], gl.float32, wide)
     for n in range(TILES):
         w_s = three_at(memory, n)
-        z_s = three_at(memory, TILES + n)
         one = product_of_parts(three_at(memory, 2 * TILES + n), transposed(w_s), wide)
-        other = product_of_parts(z_s, transposed(w_s), wide)
-        more = product_of_parts(w_s, transposed(z_s), wide)
-        one, other, more = finished((one, other, more), ())
+        other = product_of_parts(three_at(memory, TILES + n), transposed(w_s), wide)
+        one, other = finished((one, other), ())
         P += one
-        below += other
-        above += more
+        M += other
     rows = gl.load(beta + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)
     columns = gl.load(beta + j.to(gl.int64) * b_t, mask=j < left, other=0.0).to(gl.float32)[None, :]
-    lower = i[:, None] > j[None, :]
     diagonal = i[:, None] == j[None, :]
-    P = gl.where(lower | diagonal, P * (columns * scale), 0.0)
+    P *= columns * scale
     gl.store(own + place * C + i, gl.sum(gl.where(diagonal, P, 0.0), 1))
-    of_beta = gl.sum(gl.where(diagonal, below, 0.0), 1)
+    of_beta = gl.sum(gl.where(diagonal, M, 0.0), 1)
     gl.store(dbeta + (token * H + h) + i.to(gl.int64) * H, of_beta.to(dbeta.dtype.element_ty), mask=i < left)
     pairs += place * (6 * C * C)
     store_blocks_of(P, pairs)
-    store_blocks_of(gl.where(diagonal, 0.0, gl.where(lower, below, above) * (columns * -rows[:, None])), pairs + 3 * C * C)
+    store_blocks_of(gl.where(diagonal, 0.0, M * (columns * -rows[:, None])), pairs + 3 * C * C)
 
     of_states += place * (3 * K * C)
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
