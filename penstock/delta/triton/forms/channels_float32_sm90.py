@@ -74,7 +74,7 @@ def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
         prepare_float32.penstock_kda_prepare_float32_sm90, call.programs(call.chunks(C), 1),
         ("q", "k", "g", *tiles, "beta", "cu_seqlens"),
         (p.scale, sequences, tokens, H, H if shared else 1, *call.strides("beta")), 4,
-        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 3, *[Tile(C, C, 3)] * 2),
+        (*[Tile(C, W)] * 3, *[Tile(C, W, 3)] * 2, *[PART] * 3),
         writes=tuple(sorted({*tiles})), fused=not piece,
         K=call.K, PACKED=call.packed, REMOVALS=removals, PIECE=piece,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from .anchored_inverse import inverse
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import left_operand, right_operand
-from .parts import added_in_parts, finished, parts_at, product_from_registers, store_parts, transposed
+from .parts import finished, parts_at, product_from_registers, product_of_parts, store_parts, transposed
 from .prepare import assembled, far, memory_of_factors, near, no_pairs
 
 W = gl.constexpr(32)
@@ -165,10 +165,9 @@ def send_parts(memory, first: gl.constexpr, tiles, row, column):
 
 
 @gluon.jit
-def solved_keys(T_s, rest_s, mma: gl.constexpr):
-    """T^T times a tile [C,W] in three parts."""
-    y = added_in_parts(transposed(T_s), rest_s, gl.zeros([C, W], gl.float32, mma))
-    return finished((y,), ())[0]
+def columns_of_two(x, y):
+    """The columns of x, then those of y: [C,2 W]."""
+    return gl.reshape(gl.permute(gl.join(x, y), (0, 2, 1)), [C, 2 * W])
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "b_b", "b_t", "b_h"])
@@ -299,17 +298,19 @@ def penstock_kda_prepare_float32_sm90(
     if REMOVALS:
         send_parts(removals_s, 0, r_tiles, at, 0)
 
-    blocks_s = reinterpret(n_parts, gl.bfloat16, [6, C, W], bt_tiles.layout)
-    for p in range(BLOCKS):
+    for n in gl.static_range(K // C):
         tma.store_wait(0)
-        meet()  # all warps have multiplied the last block, and the copies are done
-        store_parts(k_s.index(p).load(block), parts_at(blocks_s, 0, 3))
+        meet()  # all warps have multiplied, and the copies are done
+        keys, solved = parts_at(n_parts, unknown(left * 0), 3), parts_at(t_parts, unknown(left * 0), 3)
+        store_parts(columns_of_two(k_s.index(2 * n).load(block), k_s.index(2 * n + 1).load(block)), keys)
         fence_async_shared()
         meet()
-        store_parts(solved_keys(T_s, parts_at(blocks_s, 0, 3), block), parts_at(blocks_s, 3, 3))
+        B = finished((product_of_parts(transposed(solved), keys, wide),), ())[0]
+        meet()  # all warps have multiplied
+        store_parts(B, keys)
         fence_async_shared()
         meet()
-        send_parts(blocks_s, 3, bt_tiles, at, p * W)
+        send_parts(n_parts, 0, bt_tiles, at, n * C)
     tma.store_wait(0)
     # until here these are read by copies: without this, later allocations get their memory
     n_parts._keep_alive()
