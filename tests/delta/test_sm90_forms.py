@@ -13,6 +13,7 @@ from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, probl
 from penstock.delta.triton.calls import Backward
 from penstock.delta.triton.forms import (
     channels_backward_sm90,
+    channels_float32_sm90,
     channels_sm90,
     scalar_backward_sm90,
     scalar_float32_sm90,
@@ -40,6 +41,9 @@ FORMS = {
     "kda of 64": Forms(Delta("kda", **SIZES | {"K": 64, "V": 64}), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "kda": Forms(Delta("kda", **SIZES), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
     "kda in float16": Forms(Delta("kda", **SIZES | {"dtype": torch.float16}), channels_sm90.FORWARD, channels_backward_sm90.BACKWARD, True),
+    "kda in float32": Forms(
+        Delta("kda", **SIZES | {"dtype": torch.float32}), channels_float32_sm90.FORWARD, channels_float32_sm90.BACKWARD, True
+    ),
     "gdn": Forms(Delta("gated_delta_rule", **SIZES), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False),
     "gdn of float16": Forms(
         Delta("gated_delta_rule", **SIZES | {"dtype": torch.float16}), scalar_sm90.FORWARD, scalar_backward_sm90.BACKWARD, False

@@ -16,7 +16,7 @@ from penstock.delta.inputs import canonical, computed
 from penstock.delta.operators import ADVANCE
 from penstock.delta.triton import plan
 from penstock.delta.triton.calls import InPlace
-from penstock.delta.triton.forms import anchored_sm90, channels_sm90, scalar_float32_sm90, scalar_sm90, wide_sm90
+from penstock.delta.triton.forms import anchored_sm90, channels_float32_sm90, channels_sm90, scalar_float32_sm90, scalar_sm90, wide_sm90
 from penstock.gpu.plan import Plan
 from penstock.tokens.pieces import CHUNK
 
@@ -28,6 +28,8 @@ CASES["rwkv7 in float16"] = replace(CASES["rwkv7"], dtype=torch.float16)
 CASES["rwkv7 in float32"] = replace(CASES["rwkv7"], dtype=torch.float32)
 CASES["kda of 64"] = replace(OF, variant="kda", K=64, V=64)
 CASES["kda in float16"] = replace(OF, variant="kda", dtype=torch.float16)
+CASES["kda in float32"] = replace(OF, variant="kda", dtype=torch.float32)
+CASES["kda of 64 in float32"] = replace(OF, variant="kda", K=64, V=64, dtype=torch.float32)
 CASES["wide keys"] = replace(OF, K=256)
 CASES["wide values"] = replace(OF, variant="delta_rule", V=192)
 CASES["float16"] = replace(OF, dtype=torch.float16)
@@ -60,6 +62,9 @@ UPDATES = [
     ("kda in float16", None, (5, -1), FLOAT32, "heads first", "mixture"),
     ("kda in float16", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT16, "gaps", "mixture"),
     ("kda in float16", (5, 1, 63), None, FLOAT32, "contiguous", "gone"),
+    ("kda in float32", None, (5, -1), FLOAT32, "heads first", "mixture"),
+    ("kda in float32", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "gaps", "mixture"),
+    ("kda of 64 in float32", (5, 64, 70), (-1, 4, 1), FLOAT32, "contiguous", "gone"),
     ("wide keys", None, (5, -1), BFLOAT16, "gaps", "logsigmoid"),
     ("wide keys", (64, 0, 130, 5, 1, 200), (3, 0, 5, 1, -2, 2), FLOAT32, "heads first", "mixture"),
     ("wide keys", (5, 1, 63), None, FLOAT32, "contiguous", "gone"),
@@ -76,7 +81,8 @@ UPDATES = [
 """A name of ``CASES``, lengths of sequences, rows of the pool, its dtype and layout, and decays."""
 FORMS = {
     "kda": channels_sm90.PIECES, "gated_delta_rule": scalar_sm90.PIECES, "delta_rule": scalar_sm90.PIECES, "rwkv7": anchored_sm90.PIECES,
-    "kda of 64": channels_sm90.PIECES, "kda in float16": channels_sm90.PIECES, "wide keys": wide_sm90.PIECES,
+    "kda of 64": channels_sm90.PIECES, "kda in float16": channels_sm90.PIECES,
+    "kda in float32": channels_float32_sm90.PIECES, "kda of 64 in float32": channels_float32_sm90.PIECES, "wide keys": wide_sm90.PIECES,
     "rwkv7 in float16": anchored_sm90.PIECES, "rwkv7 in float32": anchored_sm90.PIECES, "wide values": wide_sm90.PIECES,
     "float16": scalar_sm90.PIECES, "float16 of 64": scalar_sm90.PIECES,
     "float32": scalar_float32_sm90.PIECES, "float32 of 64": scalar_float32_sm90.PIECES,

@@ -252,6 +252,20 @@ KDA_CASES = [
 ]
 
 
+KDA_SINGLE = "kda_float32_sm90", "kda_bwd_float32_sm90"
+OF_KDA_SINGLE = replace(OF_KDA, dtype=FLOAT32)
+KDA_SINGLE_CASES = [
+    *(replace(OF_KDA_SINGLE, gate=gate) for gate in gates("kda")),
+    *(replace(OF_KDA_SINGLE, key=key, beta=beta, gate="weak") for key in KEYS for beta in (0.0, 1.0, 2.0)),
+    *(replace(OF_KDA_SINGLE, T=T, K=128, V=128) for T in (1, 17, 63, 64, 65, 700)),
+    *(replace(OF_KDA_SINGLE, **heads, gate="mixture") for heads in ({"K": 128}, {"V": 128})),
+    *(replace(OF_KDA_SINGLE, K=128, V=128, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
+    replace(OF_KDA_SINGLE, T=70, H=4, G=2),
+    replace(OF_KDA_SINGLE, state=False, scale=-0.3),
+    replace(OF_KDA_SINGLE, v_factor=1e4, state_factor=1e5, upstream_factor=1e3, gate="mixture"),
+]
+
+
 SCALAR = "gdn_prepare_sm90", "gdn_bwd_specialised_sm90"
 OF_SCALAR = Delta("gated_delta_rule", H=4, G=2, T=150, K=128, V=128, dtype=BFLOAT16, others=FLOAT32)
 SCALAR_CASES = [
@@ -284,13 +298,14 @@ SCALAR_SINGLE_CASES = [
     [
         *((case, ANCHORED) for case in (*ANCHORED_CASES, *ANCHORED_HALF_CASES, *ANCHORED_SINGLE_CASES)),
         *((case, KDA) for case in KDA_CASES),
+        *((case, KDA_SINGLE) for case in KDA_SINGLE_CASES),
         *((case, SCALAR) for case in SCALAR_CASES),
         *((case, SCALAR_SINGLE) for case in SCALAR_SINGLE_CASES),
     ],
     ids=str,
 )
 def test_forms_that_are_named(case, forms):
-    """Results, equal bits in two calls, and before a cut: RWKV-7 with one anchor in a chunk, KDA in float16, gated DeltaNet."""
+    """Results, equal bits in two calls, and before a cut: of RWKV-7 with one anchor in a chunk, of KDA and gated DeltaNet."""
     with trying({}, *forms) as planned:
         check_results(case, "triton_chunkwise", DEVICE)
         tensors = case.tensors(DEVICE)
@@ -309,6 +324,7 @@ MANY = [
     *((variant, BFLOAT16, D, SCALAR) for variant in ("gated_delta_rule", "delta_rule") for D in (64, 128)),
     *((variant, FLOAT32, D, SCALAR_SINGLE) for variant in ("gated_delta_rule", "delta_rule") for D in (64, 128)),
     ("rwkv7", FLOAT32, 64, ANCHORED),
+    *(("kda", FLOAT32, D, KDA_SINGLE) for D in (64, 128)),
 ]
 """Variants, dtypes, heads, and forms that are named."""
 

@@ -13,6 +13,7 @@ from ..calls import Backward, Forward, InPlace
 from . import (
     anchored_sm90,
     channels_backward_sm90,
+    channels_float32_sm90,
     channels_sm90,
     chunks,
     float32_sm90,
@@ -29,6 +30,7 @@ InPlaceForm = Form[InPlace, Callable[[Plan, InPlace, str, int], None]]
 
 CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
     channels_sm90.FORWARD,
+    channels_float32_sm90.FORWARD,
     scalar_sm90.FORWARD,
     scalar_float32_sm90.FORWARD,
     wide_sm90.FORWARD,
@@ -38,6 +40,7 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
 )
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
+    channels_float32_sm90.BACKWARD,
     scalar_backward_sm90.SPECIALISED,
     scalar_backward_sm90.BACKWARD,
     scalar_float32_sm90.BACKWARD,
@@ -49,6 +52,7 @@ CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
 TOKEN_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (tokens.FORWARD,)
 PIECES: tuple[InPlaceForm, ...] = (
     channels_sm90.PIECES,
+    channels_float32_sm90.PIECES,
     scalar_sm90.PIECES,
     scalar_float32_sm90.PIECES,
     wide_sm90.PIECES,
