@@ -131,9 +131,19 @@ def store_in_two(x, high_s, low_s):
 
 
 @gluon.jit
-def nearest(x):
-    """A bfloat16 number next to x, in float32. Integer instructions: single conversions of numbers, unlike those of pairs, are slow."""
-    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+def rounded(x, kind: gl.constexpr):
+    """A tile in 16 bits, two neighbours at a time: the compiler converts single numbers, which is slow."""
+    if kind == gl.float16:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widened(x):
+    """A bfloat16 tile in float32, one instruction for each number of a pair."""
+    asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -142,7 +152,7 @@ def in_three(x, kind: gl.constexpr):
 
     Parts are rounded, not cut off: then what products of parts leave out has either sign. The rest of inf and NaN is NaN.
     """
-    high = nearest(x)
-    rest = x - high
-    middle = nearest(rest)
-    return high.to(kind), middle.to(kind), (rest - middle).to(kind)
+    high = rounded(x, kind)
+    rest = x - widened(high)
+    middle = rounded(rest, kind)
+    return high, middle, rounded(rest - widened(middle), kind)

@@ -161,7 +161,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("kda", Shape(*PROMPT, 32, 128, 128)),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), passes=RAW, raw=True),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), packed=True, passes=WHOLE),
-    Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float32", passes=WHOLE),
+    Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float32", passes=CANONICAL),
     Configuration("kda", Shape(*PROMPT, 32, 128, 128), "float16", passes=(*WHOLE, "pieces")),
     Configuration("kda", Shape(*PROMPT, 16, 100, 100), passes=WHOLE),
     Configuration("kda", Shape(*PROMPT, 32, 64, 64)),

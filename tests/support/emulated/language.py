@@ -83,6 +83,8 @@ def inline_asm(asm, constraints, args, dtype, is_pure, pack):
         return args[0]
     if asm.startswith(("cvt.rn.bf16x2", "cvt.rn.f16x2")):
         return Value(raw(args[0]).to(dtype))
+    if asm.startswith("shl.b32"):
+        return Value(raw(args[0]).float().view(torch.int32))
     if asm.startswith("and.b32"):
         return Value((raw(args[0]).view(torch.int16) & raw(args[1])).view(dtype))
     if asm.startswith("shfl.sync.bfly"):  # in ``delta/triton/sm90/layouts.py`` lane 4 is row 1, in ``columns.py`` lane 1 is pair 1

@@ -27,7 +27,7 @@ NOT_RUN = "its kernels for float32 have not run on a GPU yet"
 def refuses(call: Call) -> str | None:
     """One stream with one decay per token or none, float32, heads of 64 or 128, and tensors that TMA can copy."""
     p = call.p
-    reason = unlike(call) or other_dtype(call, torch.float32) or other_heads(call) or call.other_rows(C, max(PARTS * C, call.K, call.V))
+    reason = unlike(call) or other_heads(call) or other_dtype(call, torch.float32) or call.other_rows(C, max(PARTS * C, call.K, call.V))
     return reason or no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v)
 
 

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ....gpu.hopper_tiles import in_two, reinterpret
+from ....gpu.hopper_tiles import in_two, reinterpret, rounded
 from .layouts import GROUPS, ROWS
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -21,15 +21,6 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4
 PAIRS = gl.constexpr(
     gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
 )  # of a tile in float32 in shared memory: no bank conflicts for pairs of tokens
-
-
-@gluon.jit
-def rounded(x, kind: gl.constexpr):
-    """A tile in 16 bits, two values of a thread by one instruction. The compiler converts values one by one where it needs them again."""
-    if kind == gl.float16:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit

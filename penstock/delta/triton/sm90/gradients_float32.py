@@ -249,7 +249,7 @@ def penstock_kda_gradients_float32_sm90(
     pair_tiles, q, k, g, own, of_states, kept, d_query, d_key, d_decay, cu_seqlens, scale, N, T, H, q_b, q_t, q_h, k_b, k_t, k_h,
     g_b, g_t, g_h, K: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of every chunk, from P, M and the products with states of ``pairs_gradients_float32.py``.
+    """dq = P k, dk = P^T q + (M + M^T) k by levels and dg with the products with states of ``pairs_gradients_float32.py``, of all chunks.
 
     TMA tiles: the parts of the blocks of P and M [256,16] of [slots,H,2 3 BLOCKS 16,16]. Reads q, k and g [B,T,H,K] by strides, ``own``
     [slots,H,C], the diagonal of P, ``of_states`` [slots,H,3,K,C] and ``kept`` [slots,H,K]. Writes dq, dk and dg [B,T,H,K]. Program (slot of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....gpu.hopper_tiles import reinterpret
+from ....gpu.hopper_tiles import reinterpret, rounded
 from .columns import (
     RIGHT,
     TILE,
@@ -19,7 +19,6 @@ from .columns import (
     masked,
     none_of,
     products_of_pairs,
-    rounded,
     summed,
     times,
     widened,

@@ -61,6 +61,14 @@ def load_both(q_tiles, k_tiles, q_given, k_given, q_bar, k_bar, row, q_column, k
 
 
 @gluon.jit
+def load_again(k_tiles, q_given, q_bar, row, k_column, exists: gl.constexpr):
+    """Start the copy of the first 64 columns of k to the place of q, unless k has no others. All warps have met since they used it."""
+    if exists:
+        mbarrier.expect(q_bar, k_tiles.block_type.nbytes)
+        async_load(k_tiles, [row, k_column], q_bar, q_given)
+
+
+@gluon.jit
 def store_solved_keys(tiles, row, column, T_s, k_s, wide: gl.constexpr):
     """Store the product of T^T and k, both in memory, which takes the place of k."""
     B = finished((product_of_parts(transposed(T_s), k_s, wide),), ())[0]
@@ -165,9 +173,6 @@ def penstock_gdn_prepare_float32_sm90(
         if n + 1 < TILES:
             column = (n + 1) * C
             load_both(q_tiles, k_tiles, q_given, k_given, q_bar, k_bar, row, q_column + column, k_column + column)
-    if TILES > 1:
-        mbarrier.expect(q_bar, k_tiles.block_type.nbytes)
-        async_load(k_tiles, [row, k_column], q_bar, q_given)
     weights = weights * scale
     if DECAYS:
         D = factors_between(vectors, slot * 0, 1.0, False, wide, EXACT=True)
@@ -175,6 +180,10 @@ def penstock_gdn_prepare_float32_sm90(
         pairs = pairs * D
     weights = gl.where(i[:, None] >= j, weights, 0.0)
     pairs = gl.where(i[:, None] > j, pairs, 0.0)
+    if REMOVALS:
+        q_given.store(pairs)  # each thread has its own elements: registers would spill
+    else:
+        load_again(k_tiles, q_given, q_bar, row, k_column, TILES > 1)
     beta += b * b_b + begin * b_t + head * b_h
     rates = gl.load(beta + i.to(gl.int64) * b_t, mask=i < left, other=0.0).to(gl.float32)[:, None]
     removed = pairs * -rates
@@ -187,7 +196,7 @@ def penstock_gdn_prepare_float32_sm90(
     q_s, k_s, N_s, T_s = operands_in(memory, left * 0)
     A = product_from_registers(weights, T_s)
     if REMOVALS:
-        pairs = product_from_registers(pairs, T_s)
+        pairs = product_from_registers(q_given.load(wide), T_s)
     q_s, k_s, N_s, T_s = operands_in(memory, left * 0)
     store_parts(A, N_s)
     if DECAYS:
@@ -196,6 +205,8 @@ def penstock_gdn_prepare_float32_sm90(
         store_parts(solved, T_s)
     fence_async_shared()
     meet()
+    if REMOVALS:
+        load_again(k_tiles, q_given, q_bar, row, k_column, TILES > 1)
     store_operand(a_tiles, at, 0, N_s)
     store_solved_keys(b_tiles, at, (TILES - 1) * C, T_s, k_s, wide)
     q_s, k_s, N_s, T_s = operands_in(memory, left * 0)

@@ -149,6 +149,10 @@ def penstock_delta_walk_float32_sm90(
         meet()  # k, q and v are free, and so is the memory of the output
         load_operands(read_tiles, read, at + (c + 1) * step, c + 1 < chunks)
         load_slots(v_tiles, v_s, token + t + C, value_column, c + 1 < chunks)
+        if KEEP:
+            wait_slots(given[len(given) - 1], phase)
+            W = W - finished((start_product(X, given[len(given) - 1], 0, c * 0, True, wide),), X)[0]
+            gl.store(errors + c * H.to(gl.int64) * (C * V) + dk * V + channel, W)
         wait_slots(b_s, phase)
         later = ()
         for n in gl.static_range(TILES):
@@ -158,11 +162,8 @@ def penstock_delta_walk_float32_sm90(
                 tile = tile.to(initial_state.dtype.element_ty).to(gl.float32)
             later = later + (tile,)
         S = later
-        wait_operands(given, phase)
-        if KEEP:
-            W = W - finished((start_product(X, given[len(given) - 1], 0, c * 0, True, wide),), X)[0]
-            gl.store(errors + c * H.to(gl.int64) * (C * V) + dk * V + channel, W)
         if OUTPUT:
+            wait_slots(given[0], phase)
             O = sums[1] + finished((start_product(X, given[0], 0, c * 0, True, wide),), X)[0]
         expect_slots(b_tiles, b_s, c + 1 < chunks)
         expect_operands(given_tiles, given, c + 1 < chunks)
