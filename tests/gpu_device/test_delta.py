@@ -266,7 +266,7 @@ KDA_SINGLE_CASES = [
 ]
 
 
-SCALAR = "gdn_prepare_sm90", "gdn_bwd_specialised_sm90"
+SCALAR = "gdn_prepare_sm90", "gdn_bwd_sm90"
 OF_SCALAR = Delta("gated_delta_rule", H=4, G=2, T=150, K=128, V=128, dtype=BFLOAT16, others=FLOAT32)
 SCALAR_CASES = [
     *(replace(OF_SCALAR, gate=gate) for gate in gates("gated_delta_rule")),

@@ -17,7 +17,6 @@ from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
 from .scalar_sm90 import other_dtype, other_heads, untiled_gradient
 from .walks import over_pieces, over_sequences
 
-NOT_RUN = "its kernels for float32 have not run on a GPU yet"
 W = 32
 """Key channels of a block of ``prepare_float32``."""
 BLOCK = 16
@@ -50,11 +49,6 @@ def refuses(call: Call) -> str | None:
 def refuses_backward(call: Backward) -> str | None:
     """Also the gradient of the output and the blocks of pair matrices are copied in tiles."""
     return refuses(call) or call.other_rows(C, BLOCK_ROWS) or untiled_gradient(call)
-
-
-def avoids(call: Call) -> str | None:
-    """Every call."""
-    return NOT_RUN
 
 
 def keeps(call: Forward) -> bool:
@@ -139,10 +133,8 @@ def _backward(call: Backward) -> Plan:
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 128, "V": 128}
 HEADS: tuple[dict[str, int], ...] = ({}, {"V": 64, "H": 1, "G": 1, "J": 1}, {"K": 64, "V": 64})
 EXAMPLES = tuple([Example("kda", torch.float32, SIZES | heads) for heads in HEADS])
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_float32_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "kda_bwd_float32_sm90", _backward, absent, refuses_backward, avoids, examples=EXAMPLES
-)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("kda_float32_sm90", _forward, absent, refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("kda_bwd_float32_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "kda_pieces_float32_sm90", _pieces, absent, refuses, avoids, examples=in_place(EXAMPLES)
+    "kda_pieces_float32_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

@@ -41,7 +41,6 @@ CHUNK_FORWARD: tuple[Form[Forward, Callable[[Forward], Plan]], ...] = (
 CHUNK_BACKWARD: tuple[Form[Backward, Callable[[Backward], Plan]], ...] = (
     channels_backward_sm90.BACKWARD,
     channels_float32_sm90.BACKWARD,
-    scalar_backward_sm90.SPECIALISED,
     scalar_backward_sm90.BACKWARD,
     scalar_float32_sm90.BACKWARD,
     wide_sm90.BACKWARD,

@@ -12,7 +12,7 @@ from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C
 from . import scalar_sm90
-from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, halves, key_heads, other_dtype, untiled_gradient
+from .scalar_sm90 import add_prepare, add_walk, block, columns, gates, halves, key_heads, untiled_gradient
 from .walks import over_sequences
 
 
@@ -24,28 +24,14 @@ def refuses(call: Backward) -> str | None:
     return reason or untiled_gradient(call)
 
 
-def refuses_specialised(call: Backward) -> str | None:
-    """Only bfloat16."""
-    return refuses(call) or other_dtype(call, torch.bfloat16)
-
-
-def avoids_specialised(call: Backward) -> str | None:
-    """Every call, until dg is within its budget for near keys, and the kernel has been compared with the oracle on a GPU."""
-    return "its gradients have not been compared with the oracle on a GPU yet"
-
-
-def _specialised(call: Backward) -> Plan:
-    return _backward(call, specialised=True)
-
-
-def _backward(call: Backward, specialised: bool = False) -> Plan:
+def _backward(call: Backward) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``dbeta`` and ``d_initial_state``; with ``state_alone`` only what ``reverse`` computes.
 
     ``prepare`` and ``walk``: A, A_k T, B^T, E and the states before chunks, unless the forward pass kept them. ``reverse``: dv and the
     gradients of the states after chunks. ``gradients``: the others, all chunks in parallel; dq and dk are those of the heads of q and k.
-    float16: ``reverse`` computes Z = dv / beta, ``gradients`` dv. ``specialised``: by ``scalar_gradients_specialised.py``.
+    float16: ``reverse`` computes Z = dv / beta, ``gradients`` dv.
     """
-    from ..sm90 import scalar_gradients, scalar_gradients_specialised, scalar_reverse
+    from ..sm90 import scalar_gradients, scalar_gradients_float16, scalar_reverse
 
     plan, p, H, K, V, slots, BV, G = Plan(keeps=True), call.p, call.H, call.K, call.V, call.chunks(C), block(call), key_heads(call)
     d_final, kind, R = call.d_final_state, p.q.dtype, H // G
@@ -84,24 +70,17 @@ def _backward(call: Backward, specialised: bool = False) -> Plan:
         return plan
     dq, dk, dbeta = like("dq", G, K, dtype=kind), like("dk", G, K, dtype=kind), like("dbeta", H, dtype=p.beta.dtype)
     dg = dbeta if p.g is None else like("dg", H, dtype=p.g.dtype)
-    kernel = (
-        scalar_gradients_specialised.penstock_gdn_gradients_specialised_sm90
-        if specialised
-        else scalar_gradients.penstock_gdn_gradients_sm90
-    )
+    half = halves(call)
     plan.launch(
-        kernel, lambda s: slots(s) * G,
+        scalar_gradients_float16.penstock_gdn_gradients_float16_sm90 if half else scalar_gradients.penstock_gdn_gradients_sm90,
+        lambda s: slots(s) * G,
         ("q", "k", "errors", y, "d_output", "removals", "chunk_states", dS, dq, dk, g, "beta", dq, dk, dg, dbeta, "cu_seqlens",
-         *(() if specialised else (dv, *lacking[1:]))),
-        (p.scale, sequences, tokens, H, R, q_h, k_h, *g_steps, *rates), 4 if specialised else 8,
+         *((dv, *lacking[1:]) if half else ())),
+        (p.scale, sequences, tokens, H, R, q_h, k_h, *g_steps, *rates), 8 if half else 4,
         (chunk, chunk, Tile(C, V, 3), of_values, Tile(C, V), Tile(C, C, 3), *[Tile(V, K, 3)] * 2, chunk, chunk),
-        registers=168 if specialised else 0, K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
+        registers=0 if half else 168, K=K, V=V, DECAYS=call.decay != NONE, PACKED=call.packed,
     )  # fmt: skip
     return plan
 
 
 BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_bwd_sm90", _backward, absent, refuses, examples=scalar_sm90.EXAMPLES)
-SPECIALISED: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "gdn_bwd_specialised_sm90", _specialised, absent, refuses_specialised, avoids_specialised,
-    examples=tuple([one for one in scalar_sm90.EXAMPLES if one.dtype == torch.bfloat16]),
-)  # fmt: skip

@@ -21,19 +21,12 @@ from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
 from .scalar_sm90 import columns, gates, key_heads, other_dtype, other_heads, unlike, untiled_gradient
 from .walks import over_pieces, over_sequences
 
-NOT_RUN = "its kernels for float32 have not run on a GPU yet"
-
 
 def refuses(call: Call) -> str | None:
     """One stream with one decay per token or none, float32, heads of 64 or 128, and tensors that TMA can copy."""
     p = call.p
     reason = unlike(call) or other_heads(call) or other_dtype(call, torch.float32) or call.other_rows(C, max(PARTS * C, call.K, call.V))
     return reason or no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v)
-
-
-def avoids(call: Call) -> str | None:
-    """Every call."""
-    return NOT_RUN
 
 
 def keeps(call: Forward) -> bool:
@@ -113,10 +106,8 @@ EXAMPLES = (
     Example("gated_delta_rule", torch.float32, SIZES),
     Example("delta_rule", torch.float32, SIZES | {"K": 64, "V": 64}),
 )
-FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_float32_sm90", _forward, absent, refuses, avoids, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
-    "gdn_bwd_float32_sm90", _backward, absent, refuses_backward, avoids, examples=EXAMPLES
-)
+FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("gdn_float32_sm90", _forward, absent, refuses, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("gdn_bwd_float32_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
-    "gdn_pieces_float32_sm90", _pieces, absent, refuses, avoids, examples=in_place(EXAMPLES)
+    "gdn_pieces_float32_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )
