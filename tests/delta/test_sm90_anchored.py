@@ -202,10 +202,11 @@ def test_the_gradient_of_the_state_alone(final, dtype):
     check_state_alone(BACKWARD, p, d_output, d_final if final else None)
 
 
+@pytest.mark.parametrize("heads", [{"H": 2}, {"H": 4, "G": 2}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_calls_with_raw_gates(dtype, monkeypatch):
-    """From a call to the kernels and back, without the stage of raw inputs."""
-    case, ran = replace(OF, H=2, T=130, others=torch.float32, dtype=dtype), []
+def test_calls_with_raw_gates(dtype, heads, monkeypatch):
+    """From a call to the kernels and back, without the stage of raw inputs where heads of v share no others."""
+    case, ran = replace(OF, T=130, others=torch.float32, dtype=dtype, **heads), []
 
     def run(name, p, of, planned, tensors, *more, **options):
         plan = planned(tried(H200)[0])

@@ -10,11 +10,13 @@ from closing import DECAYS, MOST, closed, error
 from deltas import Delta
 from hopper_deltas import EMULATED, H200, assert_equal, backward, forward, problem_of
 
-from penstock.delta.triton.calls import Backward
+from penstock.delta import inputs
+from penstock.delta.triton.calls import Backward, Forward
 from penstock.delta.triton.forms import (
     channels_backward_sm90,
     channels_float32_sm90,
     channels_sm90,
+    lists,
     scalar_backward_sm90,
     scalar_float32_sm90,
     scalar_sm90,
@@ -132,3 +134,28 @@ def test_what_a_last_token_leaves_of_a_state_is_exact(forms, decay):
     tensors = closed(case, decay)
     found = forward(forms.forward, forms.problem(case, tensors))["final_state"]
     assert error(case, tensors, found) <= MOST[case.dtype]
+
+
+TAKES_GROUPS = {"gdn_prepare_sm90", "gdn_bwd_sm90", "gdn_float32_sm90", "gdn_bwd_float32_sm90"}
+"""Forms that read heads of q and k which heads of v share as they are. Their own tests have such cases."""
+EXAMPLES = [
+    (form, call, example)
+    for forms, call in ((lists.CHUNK_FORWARD, Forward), (lists.CHUNK_BACKWARD, Backward), (lists.TOKEN_FORWARD, Forward))
+    for form in forms
+    for example in form.examples
+]
+
+
+@pytest.mark.parametrize(("form", "call", "example"), EXAMPLES, ids=lambda one: getattr(one, "name", None) or getattr(one, "variant", None))
+def test_shared_heads_are_refused_where_a_form_does_not_read_them(form, call, example):
+    """Then they are repeated before. A form that took them would read other heads."""
+    sizes = {name: example.sizes[name] for name in ("K", "V")}
+    case = Delta(example.variant, B=1, T=70, H=4, G=2, **sizes, dtype=example.dtype, others=torch.float32, raw=example.variant == "rwkv7")
+    problem, (d_output, d_final) = problem_of(case), upstream(case)
+    made, _ = inputs.differentiable(problem, False)
+    problem = inputs.canonical(problem, {name: x.detach() for name, x in made.items()})
+    more = {"d_output": d_output, "d_final_state": d_final} if call is Backward else {}
+    taken = form.refusal(call.of(problem, H200, **more)) is None
+    assert taken == (form.name in TAKES_GROUPS)
+    if not taken:
+        assert form.refusal(call.of(inputs.of_every_head(problem), H200, **more)) is None

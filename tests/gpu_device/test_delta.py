@@ -214,6 +214,7 @@ ANCHORED_CASES = [
     *(replace(OF_ANCHORED, key=key, centre=-5.0) for key in KEYS),
     *(replace(OF_ANCHORED, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (16, 16, 17), (3,) * 40)),
     replace(OF_ANCHORED, H=9, state=False, scale=-0.3),
+    replace(OF_ANCHORED, H=4, G=2),
     replace(OF_ANCHORED, v_factor=1e4, state_factor=1e5, upstream_factor=1e3),
 ]
 
@@ -225,6 +226,7 @@ ANCHORED_HALF_CASES = [
     *(replace(OF_ANCHORED_HALF, key=key, centre=-5.0) for key in KEYS),
     *(replace(OF_ANCHORED_HALF, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
     replace(OF_ANCHORED_HALF, H=9, state=False, scale=-0.3),
+    replace(OF_ANCHORED_HALF, H=4, G=2),
 ]
 
 
@@ -235,6 +237,7 @@ ANCHORED_SINGLE_CASES = [
     *(replace(OF_ANCHORED_SINGLE, key=key, centre=-5.0) for key in KEYS),
     *(replace(OF_ANCHORED_SINGLE, lengths=lengths) for lengths in ((0, 5, 64, 0, 1, 131, 0), (3,) * 40)),
     replace(OF_ANCHORED_SINGLE, H=9, state=False, scale=-0.3),
+    replace(OF_ANCHORED_SINGLE, H=4, G=2),
     replace(OF_ANCHORED_SINGLE, v_factor=1e4, state_factor=1e5, upstream_factor=1e3),
 ]
 

@@ -52,7 +52,7 @@ def where(c, a, b):
 
 
 def pair(function):
-    def call(a, b):
+    def call(a, b, propagate_nan=None):
         if not isinstance(a, Value) and not isinstance(b, Value):
             return function(torch.tensor(a), torch.tensor(b)).item()
         a = a if isinstance(a, Value) else Value(torch.tensor(a, dtype=b.data.dtype))
@@ -162,6 +162,7 @@ def language():
 
 LANGUAGE = language()
 LANGUAGE.to_linear_layout = lambda layout, shape: None
+LANGUAGE.PropagateNan = SimpleNamespace(ALL=0, NONE=1)
 LANGUAGE.dot = lambda a, b, acc=0.0, **_: Value(raw(a).float() @ raw(b).float() + raw(acc))
 LANGUAGE.range = lambda *bounds, **_: range(*map(int, bounds))
 LANGUAGE.trans = lambda x: Value(raw(x).mT)

@@ -42,8 +42,8 @@ def refuses(call: Call, **given: Tensor | None) -> str | None:
     p = call.p
     if call.streams != 2 or call.anchors(MOST_DECAY) != C:
         return "it computes two streams whose decays have one anchor in 64 tokens"
-    if p.groups:
-        return "it takes q, k, a and b of every head of v"
+    if call.grouped is not None:
+        return call.grouped
     if call.K != C or call.V != C:
         return f"K and V must be {C}, these are {call.K} and {call.V}"
     if (why := other_dtype(call, *PARTS) or call.other_rows(C, max(2, parts(call)) * C)) is not None:
