@@ -9,13 +9,13 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, no_matrix
-from ....gpu.plan import Plan, chunks
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import CHANNEL, Backward, C, Call, Forward, InPlace
 from .chunks import in_place
 from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
 from .scalar_sm90 import other_dtype, other_heads, untiled_gradient
-from .walks import over_pieces, over_sequences
+from .walks import keeps, over_pieces, over_sequences
 
 W = 32
 """Key channels of a block of ``prepare_float32``."""
@@ -49,12 +49,6 @@ def refuses(call: Call) -> str | None:
 def refuses_backward(call: Backward) -> str | None:
     """Also the gradient of the output and the blocks of pair matrices are copied in tiles."""
     return refuses(call) or call.other_rows(C, BLOCK_ROWS) or untiled_gradient(call)
-
-
-def keeps(call: Forward) -> bool:
-    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
-    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
-    return call.keep and dense
 
 
 def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:

@@ -9,13 +9,13 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, no_matrix
-from ....gpu.plan import Plan, chunks
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
 from ...declaration import DeltaTokens
 from ..calls import CHANNEL, C, Call, Forward, InPlace
 from .chunks import in_place
 from .scalar_sm90 import other_dtype, other_heads, rows
-from .walks import Walk, over_pieces, over_sequences
+from .walks import Walk, keeps, over_pieces, over_sequences
 
 W = 32
 """Key channels that ``prepare`` has in registers at once. With 64 it spills 192 bytes (Triton 3.6)."""
@@ -53,12 +53,6 @@ POWERS = ("powers", "kept_powers")
 def kept(p: DeltaTokens) -> tuple[str, ...]:
     """The names of all that is kept."""
     return KEPT + POWERS * halves(p)
-
-
-def keeps(call: Forward) -> bool:
-    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
-    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
-    return call.keep and dense
 
 
 def parts(call: Call) -> int:

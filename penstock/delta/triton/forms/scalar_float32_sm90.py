@@ -13,13 +13,13 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, no_matrix
-from ....gpu.plan import Plan, chunks
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward, InPlace
 from .chunks import in_place
 from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
 from .scalar_sm90 import columns, gates, key_heads, other_dtype, other_heads, unlike, untiled_gradient
-from .walks import over_pieces, over_sequences
+from .walks import keeps, over_pieces, over_sequences
 
 
 def refuses(call: Call) -> str | None:
@@ -27,12 +27,6 @@ def refuses(call: Call) -> str | None:
     p = call.p
     reason = unlike(call) or other_heads(call) or other_dtype(call, torch.float32) or call.other_rows(C, max(PARTS * C, call.K, call.V))
     return reason or no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v)
-
-
-def keeps(call: Forward) -> bool:
-    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
-    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
-    return call.keep and not call.p.groups and dense
 
 
 def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
@@ -60,7 +54,7 @@ def refuses_backward(call: Backward) -> str | None:
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
-    plan, keep = Plan(keeps=True), keeps(call)
+    plan, keep = Plan(keeps=True), keeps(call) and not call.p.groups
     add_prepare(plan, call, removals=keep)
     add_walk(plan, call, over_sequences(plan, call, output=True, keep=keep))
     return plan

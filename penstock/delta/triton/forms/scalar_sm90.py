@@ -9,12 +9,12 @@ import torch
 from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.hopper import Tile, absent, no_matrix
-from ....gpu.plan import Plan, chunks
+from ....gpu.plan import Plan
 from ....tokens.gpu_calls import sequences, tokens
 from ...declaration import Delta
 from ..calls import CHANNEL, NONE, Backward, C, Call, Forward, InPlace
 from .chunks import in_place
-from .walks import Walk, over_pieces, over_sequences
+from .walks import Walk, keeps, over_pieces, over_sequences
 
 HEADS = (64, 128)
 """Key and value channels of a head."""
@@ -96,12 +96,6 @@ def kept(p: Delta) -> tuple[str, ...]:
     return KEPT_HALVES if p.q.dtype == torch.float16 else KEPT
 
 
-def keeps(call: Forward) -> bool:
-    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
-    dense = chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
-    return call.keep and not call.p.groups and dense
-
-
 def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:
     """The memory of B^T, A, read_t and, with ``removals``, A_k T of all chunks, and the launch that computes them."""
     from ..sm90 import scalar_prepare
@@ -161,7 +155,7 @@ def add_walk(plan: Plan, call: Call, walk: Walk) -> None:
 
 def _forward(call: Forward) -> Plan:
     """``output`` and ``final_state``; what ``KEPT`` names where gradients are wanted."""
-    plan, keep = Plan(keeps=True), keeps(call)
+    plan, keep = Plan(keeps=True), keeps(call) and not call.p.groups
     add_prepare(plan, call, removals=keep)
     add_walk(plan, call, over_sequences(plan, call, output=True, keep=keep, powers=halves(call)))
     return plan

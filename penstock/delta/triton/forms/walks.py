@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....gpu.plan import Plan, Size
+from ....gpu.plan import Plan, Size, chunks
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import C, Call, InPlace
+from ..calls import C, Call, Forward, InPlace
 from .chunks import State, start
 
 
@@ -32,6 +32,11 @@ class Walk(NamedTuple):
         """Those of the kernels, in their order."""
         wanted = {"INITIAL": self.initial[0] is not None, "OUTPUT": self.output is not None, "KEEP": self.kept is not None}
         return {**wanted, "PACKED": call.packed, "PIECE": self.piece, "ROWS_GIVEN": bool(self.rows), "NARROW": self.narrow}
+
+
+def keeps(call: Forward) -> bool:
+    """Whether the forward pass keeps residuals. Many short sequences have more slots than tokens."""
+    return call.keep and chunks(call.T, C, call.N, call.packed) * C <= 2 * call.B * call.T
 
 
 def over_sequences(plan: Plan, call: Call, output: bool, keep: bool, transposed: bool = True, powers: bool = False) -> Walk:
