@@ -81,7 +81,7 @@ for variant, D, programs, packed in (("gated_delta_rule", 128, 132, False), ("ga
 
 @pytest.mark.timeout(600)
 def test_kernels_without_decays_per_channel_compile_almost_without_spills():
-    """With residuals, too. 112 bytes are addresses that ``gradients`` loads again for every head."""
+    """With residuals, too. 128 bytes are addresses that a group of warps of ``gradients`` loads again for every head."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCALAR], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -90,5 +90,5 @@ def test_kernels_without_decays_per_channel_compile_almost_without_spills():
     assert [line.rpartition(".")[2] for line in lines] == names * 3
     for line in lines:
         spill, shared = map(int, line.split()[:2])
-        assert spill <= 112, line
+        assert spill <= (128 if line.endswith("gradients_sm90") else 112), line
         assert shared <= 232448, line

@@ -6,7 +6,17 @@ import pytest
 import torch
 from cases import check_against, upstream
 from deltas import Delta, allowed, oracle
-from hopper_deltas import A100, EMULATED, H200, assert_equal, backward, check_state_alone, forward, problem_of
+from hopper_deltas import (
+    A100,
+    EMULATED,
+    H200,
+    assert_equal,
+    backward,
+    check_residuals_spare_launches,
+    check_state_alone,
+    forward,
+    problem_of,
+)
 from sampling import every, slow
 
 from penstock.delta.inputs import of_every_head
@@ -49,6 +59,7 @@ def test_gradients_equal_the_oracle(case):
     """Within the same budget."""
     found, wanted = backward(BACKWARD, problem_of(case), *upstream(case)), oracle(case)
     found = {f"d{name}": x for name, x in found.items() if f"d{name}" in wanted}
+    assert {*found} == {*wanted} - {*NAMES}
     check_against(found, {n: wanted[n] for n in found}, case.dtype, allowed(case, "triton_chunkwise"))
 
 
@@ -64,6 +75,7 @@ def test_residuals(case):
     assert_equal({name: plain[name] for name in NAMES}, found)
     kept = {name: found[name] for name in residuals_of(problem)}
     assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, problem, *given, kept=kept, seed=1))
+    check_residuals_spare_launches(BACKWARD, problem, *given)
 
 
 @pytest.mark.parametrize("final", [True, *slow(False)])

@@ -8,7 +8,18 @@ import torch
 from cases import arithmetic, check_against, upstream
 from deltas import Delta, allowed, oracle
 from emulated import gluon
-from hopper_deltas import A100, EMULATED, H200, assert_equal, backward, check_state_alone, forward, given, problem_of
+from hopper_deltas import (
+    A100,
+    EMULATED,
+    H200,
+    assert_equal,
+    backward,
+    check_residuals_spare_launches,
+    check_state_alone,
+    forward,
+    given,
+    problem_of,
+)
 from sampling import every, slow
 
 from penstock.call.implementation import Upstream
@@ -189,6 +200,7 @@ def test_residuals(case):
         assert torch.equal(plain[name], found[name]), name
     residuals = {name: found[name] for name in residuals_of(problem)}
     assert_equal(backward(BACKWARD, problem, *given_gradients), backward(BACKWARD, problem, *given_gradients, kept=residuals, seed=1))
+    check_residuals_spare_launches(BACKWARD, problem, *given_gradients)
 
 
 @pytest.mark.parametrize("final", [True, *slow(False)])
@@ -247,6 +259,14 @@ def test_reasons(case, target, reason):
     problem, (d_output, d_final) = problem_of(case, repeated=True), upstream(case)
     assert reason in str(FORWARD.refusal(Forward.of(problem, target)))
     assert reason in str(BACKWARD.refusal(Backward.of(problem, target, d_output=d_output, d_final_state=d_final)))
+
+
+def test_queries_and_keys_of_different_heads_are_refused():
+    """The heads of both are read by those of q."""
+    case = replace(OF, H=2, T=70)
+    drawn = case.tensors()
+    drawn["q"] = drawn["q"][:, :, :1].expand(-1, -1, 2, -1)
+    assert "q and k must have the same heads" in str(FORWARD.refusal(Forward.of(problem_of(case, drawn), H200)))
 
 
 def test_calls_by_named_forms(monkeypatch):

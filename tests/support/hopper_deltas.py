@@ -61,6 +61,14 @@ def backward(form, problem, d_output, d_final, target=H200, *, kept=(), seed=0):
     return {name: found[x] for name, x in names.items() if x in found}
 
 
+def check_residuals_spare_launches(form, problem, d_output, d_final, target=H200):
+    """A backward pass that has residuals has fewer launches."""
+    one, other = (
+        form.plan(Backward.of(problem, target, d_output=d_output, d_final_state=d_final, kept=kept)).launches for kept in (True, False)
+    )
+    assert len(one) < len(other)
+
+
 def check_state_alone(form, problem, d_output, d_final, target=H200):
     """The gradient of the initial state alone takes fewer launches and has the bits that it has beside the others."""
     found = []

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .language import LANGUAGE, Layout
-from .machine import Machine, bar_arrive, bar_expect, bar_init, bar_invalidate, bar_wait, begin, machine
+from .machine import Machine, bar_arrive, bar_expect, bar_init, bar_invalidate, bar_wait, begin, fence, machine, meet
 from .memory import Descriptor, Shared, copy_in, copy_out, panels, part_of, store_wait
 from .products import mma, mma_wait
 from .values import Pointer, Value, flat
@@ -27,7 +27,7 @@ from .values import Pointer, Value, flat
 _SPECIAL = {
     "gl": LANGUAGE, "tl": LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     "folded": lambda *layout: None, "in_blocks": lambda layout: None, "by_token": lambda W: None, "by_group": lambda W: None,
-    "diagonal_layout": lambda: None, "fence_async_shared": lambda: None, "meet": lambda: None,
+    "diagonal_layout": lambda: None, "fence_async_shared": fence, "meet": meet,
     "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
     "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,

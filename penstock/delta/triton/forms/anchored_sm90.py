@@ -61,6 +61,12 @@ def refuses_backward(call: Backward) -> str | None:
     return refuses(call, d_output=call.d_output)
 
 
+def avoids_backward(call: Backward) -> str | None:
+    """Sequences of one token, on average: what a token reads of itself cancels in the gradients of its decays."""
+    tokens = call.B * call.T
+    return "gradients of the decays of one token would be rounding errors" if tokens <= call.N else None
+
+
 def gate(call: Call) -> str:
     """The name of the log decays, or of raw gates."""
     return "g" if call.p.raw is None else "raw"
@@ -193,7 +199,9 @@ def _backward(call: Backward) -> Plan:
 SIZES = {"B": 2, "N": 2, "T": 150, "H": 2, "G": 2, "J": 2, "K": 64, "V": 64}
 EXAMPLES = tuple([Example("rwkv7", dtype, SIZES, ("g",)) for dtype in PARTS])
 FORWARD: Form[Forward, Callable[[Forward], Plan]] = Form("rwkv7_sm90", _forward, absent, refuses, examples=EXAMPLES)
-BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form("rwkv7_bwd_sm90", _backward, absent, refuses_backward, examples=EXAMPLES)
+BACKWARD: Form[Backward, Callable[[Backward], Plan]] = Form(
+    "rwkv7_bwd_sm90", _backward, absent, refuses_backward, avoids_backward, examples=EXAMPLES
+)
 PIECES: Form[InPlace, Callable[[Plan, InPlace, str, int], None]] = Form(
     "rwkv7_pieces_sm90", _pieces, absent, refuses, examples=in_place(EXAMPLES)
 )

@@ -121,6 +121,7 @@ def penstock_delta_reverse_float32_sm90(
         wait_slots(o_s, phase)
         if t + C > tokens:  # rows after the last token are padding, or belong to another sequence
             zero_rows_from(tile_in(o_s, 0, m * 0)[0], tokens - t, clean)
+            fence_async_shared()  # dO of the next chunk is copied to the same memory
             meet()
         dO = left_parts(tile_in(o_s, 0, m * 0)[0].permute((1, 0)).load(wide), kind, PARTS)
         tma.store_wait(0)

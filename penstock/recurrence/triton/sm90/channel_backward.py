@@ -294,6 +294,7 @@ def penstock_channel_bwd_sm90(
             of_S, of_dS, state_row = rounded_states(S_tiles, dS_tiles, S, dS, K, DG, L.rows)
             memory.row.store(state_row)
             fence_async_shared()
+            meet()
     await_chunk(memory, bars.index(0), tokens, IN_STEPS, L)
     largest = 1.0
     if HALF:
