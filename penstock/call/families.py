@@ -136,7 +136,9 @@ def by_variant(function: str, variant: object, given: Mapping[str, Any]) -> tupl
         complaints = Complaints(f"{function}({variant!r})")
         for name in taken:
             if name not in names:
-                complaints.add(RangeError, name, f"left out for {variant}", described(taken[name]))
+                known = [one for one in signature(run).parameters if one != "variant"]
+                remedy = f"{variant} takes {', '.join(known)}: pass those after g by name."
+                complaints.add(RangeError, name, f"left out for {variant}", described(taken[name]), remedy)
         complaints.raise_any()
     return run, taken
 

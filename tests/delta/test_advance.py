@@ -82,7 +82,7 @@ STREAMS = {"beta": None, "a": torch.zeros(2, 1, 2, 4), "b": torch.zeros(2, 1, 2,
 @pytest.mark.parametrize(
     ("variant", "changed", "kind", "said"),
     [
-        ("kda", {"u": torch.zeros(2, 4)}, ps.RangeError, r"advance\('kda'\): u must be left out for kda"),
+        ("kda", {"u": torch.zeros(2, 4)}, ps.RangeError, r"advance\('kda'\): u must be left out for kda.* beta, .*by name"),
         ("gla", {"use_qk_l2norm": True}, ps.RangeError, r"advance\('gla'\): .* must be left out for gla"),
         ("kda", {"beta": None}, ps.DtypeError, r"advance\('kda'\): beta must be a torch.Tensor, got None"),
         ("kda", {"raw_decay": True}, ps.RangeError, r"raw_decay must be False for kda"),
