@@ -134,10 +134,10 @@ def by_variant(function: str, variant: object, given: Mapping[str, Any]) -> tupl
     taken = {name: x for name, x in given.items() if x is not None and x is not False}
     if taken and not names.issuperset(taken):
         complaints = Complaints(f"{function}({variant!r})")
+        known = [one for one in signature(run).parameters if one != "variant"]
+        remedy = f"{variant} takes {', '.join(known)}: pass those after g by name."
         for name in taken:
             if name not in names:
-                known = [one for one in signature(run).parameters if one != "variant"]
-                remedy = f"{variant} takes {', '.join(known)}: pass those after g by name."
                 complaints.add(RangeError, name, f"left out for {variant}", described(taken[name]), remedy)
         complaints.raise_any()
     return run, taken

@@ -3,7 +3,7 @@
 import random
 import threading
 
-from .proxies import Proxies, span
+from .proxies import Proxies
 from .values import raw
 
 
@@ -191,47 +191,21 @@ def _under_way():
 
 
 def proxies():
-    """Those of this thread's program, or None where several groups of warps run."""
-    return machine().proxies if len(machine().alive) <= 1 else None
-
-
-def note_stored(data):
-    """Threads store a part of shared memory."""
-    if (one := proxies()) is not None:
-        one.stored.append(span(data))
-
-
-def note_read(data):
-    """Threads or products read a part."""
-    if (one := proxies()) is not None:
-        one.read.append(span(data))
-
-
-def note_taken(data, what):
-    """A copy or a product reads a part."""
-    if (one := proxies()) is not None:
-        one.taken(data, what)
-
-
-def note_overwritten(data):
-    """A copy overwrites a part."""
-    if (one := proxies()) is not None:
-        one.overwritten(data)
+    """Those of this thread's program. Where several groups of warps run, nothing is noted."""
+    return machine().proxies if len(machine().alive) <= 1 else Proxies()
 
 
 def fence():
     """``fence_async_shared``."""
-    if (one := proxies()) is not None:
-        one.fence()
+    proxies().fence()
 
 
 def meet():
     """A barrier of all warps."""
-    if (one := proxies()) is not None:
-        one.meet()
+    proxies().meet()
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     counts = [machine().warps, *worker_num_warps]
     machine().run([((f, a), w) for (f, a), w in zip(functions_and_args, counts)])
-    machine().proxies.forget()
+    machine().proxies = Proxies()

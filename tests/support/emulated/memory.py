@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from .machine import barrier_of, machine, note_overwritten, note_read, note_stored, note_taken, stores_under_way
+from .machine import barrier_of, machine, proxies, stores_under_way
 from .values import Value, raw
 
 
@@ -46,7 +46,7 @@ class Shared:
 
     def load(self, layout=None):
         self.use()
-        note_read(self.data)
+        proxies().load(self.data)
         return Value(self.data.clone())
 
     def use(self):
@@ -57,7 +57,7 @@ class Shared:
 
     def store(self, value):
         self.use()
-        note_stored(self.data)
+        proxies().store(self.data)
         assert list(raw(value).shape) == list(self.data.shape), (raw(value).shape, self.data.shape)
         assert raw(value).dtype == self.data.dtype, (raw(value).dtype, self.data.dtype)
         self.data.copy_(raw(value))
@@ -96,7 +96,7 @@ def copy_in(descriptor, at, bar, target, pred=True):
         return
     row, column = (int(raw(x)) for x in at)
     target.use()
-    note_overwritten(target.data)
+    proxies().overwrite(target.data)
     target.data.fill_(float("nan"))
     R, C = descriptor.block
     one = barrier_of(bar)
@@ -118,8 +118,7 @@ def copy_in(descriptor, at, bar, target, pred=True):
 def copy_out(descriptor, at, source):
     row, column = (int(raw(x)) for x in at)
     source.use()
-    note_taken(source.data, "a copy")
-    note_read(source.data)
+    proxies().take(source.data, "a copy")
 
     def land():
         R, C = descriptor.block

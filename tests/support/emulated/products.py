@@ -1,6 +1,6 @@
 """Products of tensor cores, which read their operands when they are waited for."""
 
-from .machine import note_read, note_taken, operands_under_way
+from .machine import operands_under_way, proxies
 from .memory import Shared
 from .values import Value, raw
 
@@ -28,8 +28,7 @@ def mma(a, b, acc, use_acc=True, is_async=False, **_):
     for x in (a, b):
         if isinstance(x, Shared):
             x.use()
-            note_taken(x.data, "a product")
-            note_read(x.data)
+            proxies().take(x.data, "a product")
             operands_under_way().extend([x.data] * is_async)
     one = Product(compute)
     return one if is_async else one.value()

@@ -18,6 +18,14 @@ class Proxies:
     def __init__(self):
         self.stored, self.fenced, self.read = [], [], []
 
+    def store(self, data):
+        """Threads store a part."""
+        self.stored.append(span(data))
+
+    def load(self, data):
+        """Threads load a part."""
+        self.read.append(span(data))
+
     def fence(self):
         self.fenced += self.stored
         self.stored = []
@@ -25,16 +33,13 @@ class Proxies:
     def meet(self):
         self.fenced, self.read = [], []
 
-    def forget(self):
-        """Groups of warps begin or end."""
-        self.stored, self.fenced, self.read = [], [], []
-
-    def taken(self, data, what):
+    def take(self, data, what):
         """A copy or product, ``what``, reads a part."""
         self._apart(data, self.stored, f"{what} reads shared memory that threads have stored without a fence after it")
         self._apart(data, self.fenced, f"{what} reads shared memory that other warps have stored, before all warps meet")
+        self.load(data)
 
-    def overwritten(self, data):
+    def overwrite(self, data):
         """A copy overwrites a part."""
         self._apart(data, self.stored, "a copy overwrites shared memory that threads have stored without a fence after it")
         self._apart(data, self.fenced, "a copy overwrites shared memory that other warps have stored, before all warps meet")

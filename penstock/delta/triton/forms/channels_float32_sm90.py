@@ -8,13 +8,14 @@ import torch
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, no_matrix
+from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
-from ..calls import CHANNEL, Backward, C, Call, Forward, InPlace
+from ..calls import Backward, C, Call, Forward, InPlace
+from .channels_sm90 import unlike
 from .chunks import in_place
 from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
-from .scalar_sm90 import other_dtype, other_heads, untiled_gradient
+from .scalar_sm90 import untiled_gradient
 from .walks import keeps, over_pieces, over_sequences
 
 W = 32
@@ -28,22 +29,11 @@ WARPS = 8
 
 
 def refuses(call: Call) -> str | None:
-    """One stream with decays per channel that are read after, float32, heads of 64 or 128, and tensors that TMA can copy."""
-    p = call.p
-    if call.decay != CHANNEL or call.streams != 1 or not call.after:
-        return "it computes one stream with decays per channel"
-    if p.g is None or p.beta is None:
-        return "it takes a decay and beta"
-    most = max(PARTS * C, call.K, call.V)
-    if (why := other_dtype(call, torch.float32) or other_heads(call) or call.other_rows(C, most)) is not None:
+    """As in 16 bits, of float32, with decays in float32, and operands that have three parts."""
+    if (why := unlike(call, torch.float32) or call.other_rows(C, PARTS * C)) is not None:
         return why
-    if p.g.dtype != torch.float32:
-        return f"g must be float32, it is {p.g.dtype}"
-    if (why := no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v) or no_matrix("g", p.g)) is not None:
-        return why
-    if p.sizes["H"] > 1 and (p.q.stride(2) == 0) != (p.k.stride(2) == 0):
-        return "q and k must have the same heads"
-    return call.grouped
+    assert call.p.g is not None
+    return None if call.p.g.dtype == torch.float32 else f"g must be float32, it is {call.p.g.dtype}"
 
 
 def refuses_backward(call: Backward) -> str | None:

@@ -22,12 +22,12 @@ W = 32
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def refuses(call: Call) -> str | None:
-    """Decays per channel that are read after, 16 bits, heads of 64 and 128, and tensors that the tensor memory accelerator can copy."""
+def unlike(call: Call, *dtypes: torch.dtype) -> str | None:
+    """Decays per channel that are read after, heads of 64 and 128, and tensors of ``dtypes`` that TMA can copy."""
     p = call.p
     if call.decay != CHANNEL or call.streams != 1 or not call.after:
         return "it computes one stream with decays per channel"
-    if (why := other_dtype(call, *DTYPES) or other_heads(call) or rows(call)) is not None:
+    if (why := other_dtype(call, *dtypes) or other_heads(call) or rows(call)) is not None:
         return why
     if p.g is None or p.beta is None:
         return "it takes a decay and beta"
@@ -36,6 +36,11 @@ def refuses(call: Call) -> str | None:
     if p.sizes["H"] > 1 and (p.q.stride(2) == 0) != (p.k.stride(2) == 0):
         return "q and k must have the same heads"
     return call.grouped
+
+
+def refuses(call: Call) -> str | None:
+    """Also 16 bits."""
+    return unlike(call, *DTYPES)
 
 
 def halves(p: DeltaTokens) -> bool:

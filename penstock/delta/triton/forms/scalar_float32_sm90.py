@@ -12,21 +12,19 @@ import torch
 
 from ....call.implementation import Example
 from ....gpu.forms import Form
-from ....gpu.hopper import Tile, absent, no_matrix
+from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ....tokens.gpu_calls import batch, sequences, tokens
 from ..calls import NONE, Backward, C, Call, Forward, InPlace
 from .chunks import in_place
 from .float32_sm90 import PART, PARTS, add_reverse, add_tiles, add_walk
-from .scalar_sm90 import columns, gates, key_heads, other_dtype, other_heads, unlike, untiled_gradient
+from .scalar_sm90 import columns, gates, key_heads, other_dtype, other_heads, unlike, untiled, untiled_gradient
 from .walks import keeps, over_pieces, over_sequences
 
 
 def refuses(call: Call) -> str | None:
     """One stream with one decay per token or none, float32, heads of 64 or 128, and tensors that TMA can copy."""
-    p = call.p
-    reason = unlike(call) or other_heads(call) or other_dtype(call, torch.float32) or call.other_rows(C, max(PARTS * C, call.K, call.V))
-    return reason or no_matrix("q", p.q, True) or no_matrix("k", p.k, True) or no_matrix("v", p.v)
+    return unlike(call) or other_heads(call) or other_dtype(call, torch.float32) or call.other_rows(C, PARTS * C) or untiled(call)
 
 
 def add_prepare(plan: Plan, call: Call, removals: bool, piece: int = 0) -> None:

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, exp2, meet, store_in_two
+from ....gpu.hopper_tiles import exp2, meet, store_in_two
 from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import logarithms
@@ -23,7 +23,7 @@ from .anchored_inverse import inverse
 from .anchored_steps import load_tiles, sums, tiles_of, zero_tiles_from
 from .inverse import blocks_on_diagonal, inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .parts import added_in_parts, as_halves, left_parts, product_from_registers, product_of_parts, transposed
+from .parts import added_in_parts, as_halves, left_parts, product_from_registers, product_of_parts, send_parts, transposed
 
 
 @gluon.jit
@@ -31,13 +31,6 @@ def store_product(x_s, factor, parts):
     """Store the product of a tile and a factor [C,C] in two parts, the first of which may be the memory of the tile."""
     wide: gl.constexpr = factor.type.layout
     store_in_two(x_s.load(wide).to(gl.float32) * factor, parts[0], parts[1])
-
-
-@gluon.jit
-def store_tile(tiles, row, x):
-    """Start the store of both parts of a tile in rows ``row`` and after."""
-    async_store(tiles, [row, 0], x[0])
-    async_store(tiles, [row + C, 0], x[1])
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
@@ -154,9 +147,9 @@ def penstock_rwkv7_steps_float16_sm90(
     fence_async_shared()
     meet()
     at = (2 * place * C).to(gl.int32)
-    store_tile(more_tiles, at, k_s)
-    store_tile(write_tiles, at, b_s)
-    store_tile(read_tiles, at, q_s)
-    store_tile(step_tiles, at, a_s)
+    send_parts(k_s, more_tiles, at, 0)
+    send_parts(b_s, write_tiles, at, 0)
+    send_parts(q_s, read_tiles, at, 0)
+    send_parts(a_s, step_tiles, at, 0)
     tma.store_wait(0)
     invalidate((bar,))

@@ -30,6 +30,7 @@ from .parts import (
     load_parts,
     product_from_registers,
     product_of_parts,
+    send_parts,
     store_over,
     store_parts,
     tiles_in_three,
@@ -53,13 +54,6 @@ def store_factored(G, d, scale, given, tiles):
     store_over(given.index(3).load(wide) * inverted, b_s)
     store_over(given.index(4).load(wide), v_s)
     return through
-
-
-@gluon.jit
-def store_tile(tiles, row, parts):
-    """Start the store of three parts of a tile in rows ``row`` and after."""
-    for m in gl.static_range(3):
-        async_store(tiles, [row + m * C, 0], parts[m])
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H"])
@@ -165,7 +159,7 @@ def penstock_rwkv7_steps_float32_sm90(
     at = (place * C).to(gl.int32)
     async_store(more_tiles, [at, 0], more_s)
     async_store(write_tiles, [at, 0], given.index(7))
-    store_tile(read_tiles, 3 * at, q_s)
-    store_tile(step_tiles, 3 * at, a_s)
+    send_parts(q_s, read_tiles, 3 * at, 0)
+    send_parts(a_s, step_tiles, 3 * at, 0)
     tma.store_wait(0)
     invalidate((bar,))

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import in_three, in_two, meet, reinterpret, unknown
+from ....gpu.hopper_tiles import async_store, in_three, in_two, meet, reinterpret, unknown
 
 
 @gluon.jit
@@ -78,6 +78,13 @@ def store_over(x, parts):
     """Store in parts what was loaded in float32 from the same memory."""
     meet()  # the elements of other threads are where the parts will be
     store_parts(x, parts)
+
+
+@gluon.jit
+def send_parts(parts, tiles, row, column):
+    """Start the copies of the parts of a tile, one after another, to rows ``row`` and after."""
+    for m in gl.static_range(len(parts)):
+        async_store(tiles, [row + m * parts[m].shape[0], column], parts[m])
 
 
 @gluon.jit

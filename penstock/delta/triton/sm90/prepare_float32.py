@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....gpu.hopper_decays import COARSE
-from ....gpu.hopper_tiles import async_load, async_store, in_three, meet, reinterpret, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_load, in_three, meet, reinterpret, unknown, zero_rows_from
 from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored import power
@@ -25,7 +25,7 @@ from .anchored_inverse import inverse
 from .inverse import inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C, by_group, by_token, of_partner, spread
 from .pairs import left_operand, right_operand
-from .parts import finished, parts_at, product_from_registers, product_of_parts, store_parts, transposed
+from .parts import finished, parts_at, product_from_registers, product_of_parts, send_parts, store_parts, transposed
 from .prepare import assembled, far, memory_of_factors, near, no_pairs
 
 W = gl.constexpr(32)
@@ -158,13 +158,6 @@ def far_of_parts(x, far_s, acc):
 
 
 @gluon.jit
-def send_parts(memory, first: gl.constexpr, tiles, row, column):
-    """Start the copy of the three parts from tile ``first`` of a memory [tiles,C,W] on to rows ``row`` and after."""
-    for m in gl.static_range(3):
-        async_store(tiles, [row + m * C, column], memory.index(first + m))
-
-
-@gluon.jit
 def columns_of_two(x, y):
     """The columns of x, then those of y: [C,2 W]."""
     return gl.reshape(gl.permute(gl.join(x, y), (0, 2, 1)), [C, 2 * W])
@@ -263,8 +256,8 @@ def penstock_kda_prepare_float32_sm90(
         store_parts(X * spread(factors_s[1], W, layout, grouped), parts_at(parts_s, 3, 3))
         fence_async_shared()
         meet()
-        send_parts(parts_s, 0, qt_tiles, at, p * W)
-        send_parts(parts_s, 3, kt_tiles, at, p * W)
+        send_parts(parts_at(parts_s, 0, 3), qt_tiles, at, p * W)
+        send_parts(parts_at(parts_s, 3, 3), kt_tiles, at, p * W)
     of_k = (D_k, near_k, far_k)
     tma.store_wait(0)
     meet()  # the ring and the parts are free
@@ -294,9 +287,9 @@ def penstock_kda_prepare_float32_sm90(
     store_parts(product_from_registers(A, T_s), N_s)
     fence_async_shared()
     meet()
-    send_parts(n_parts, 0, a_tiles, at, 0)
+    send_parts(parts_at(n_parts, 0, 3), a_tiles, at, 0)
     if REMOVALS:
-        send_parts(removals_s, 0, r_tiles, at, 0)
+        send_parts(parts_at(removals_s, 0, 3), r_tiles, at, 0)
 
     for n in gl.static_range(K // C):
         tma.store_wait(0)
@@ -310,7 +303,7 @@ def penstock_kda_prepare_float32_sm90(
         store_parts(B, keys)
         fence_async_shared()
         meet()
-        send_parts(n_parts, 0, bt_tiles, at, n * C)
+        send_parts(parts_at(n_parts, 0, 3), bt_tiles, at, n * C)
     tma.store_wait(0)
     # until here these are read by copies: without this, later allocations get their memory
     n_parts._keep_alive()

@@ -29,7 +29,7 @@ from ....gpu.tiles import chunk_of_slot
 from .anchored_inverse import inverse
 from .inverse import inverted_blocks, merge_twice, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .parts import product_from_registers
+from .parts import product_from_registers, send_parts
 
 
 @gluon.jit
@@ -58,13 +58,6 @@ def vectors_of_chunk(g, g_t, left, vectors, at, reads, DECAYS: gl.constexpr):
 def operand(x, mma: gl.constexpr):
     """A tile as left operand in float16."""
     return gl.convert_layout(x.to(gl.float16), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-
-
-@gluon.jit
-def store_tiles(tiles, parts, row):
-    """Store the parts of a tile [C,...], in memory from ``row`` on, one after another."""
-    for n in gl.static_range(len(parts)):
-        async_store(tiles, [row + n * C, 0], parts[n])
 
 
 @gluon.jit
@@ -201,8 +194,8 @@ def penstock_gdn_prepare_sm90(
         fence_async_shared()
         meet()
         at = (place * (2 * C)).to(gl.int32)
-        store_tiles(a_tiles, a_parts, at)
-        store_tiles(b_tiles, b_parts, at)
+        send_parts(a_parts, a_tiles, at, 0)
+        send_parts(b_parts, b_tiles, at, 0)
         if REMOVALS:
             at = (place * C).to(gl.int32)
             async_store(r_tiles, [at, 0], more[0])

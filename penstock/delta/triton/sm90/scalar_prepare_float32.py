@@ -15,21 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....gpu.hopper_decays import decay_vectors, factors_between, log_decays, sums_of_decays
-from ....gpu.hopper_tiles import async_load, async_store, meet, unknown, zero_rows_from
+from ....gpu.hopper_tiles import async_load, meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, invalidate
 from ....gpu.tiles import chunk_of_slot
 from .anchored_inverse import inverse
 from .inverse import blocks_on_diagonal, inverted_blocks, on_diagonal, store_blocks
 from .layouts import GROUPS, ROWS, C
-from .parts import as_singles, finished, parts_at, product_from_registers, product_of_parts, store_over, store_parts, transposed
+from .parts import as_singles, finished, parts_at, product_from_registers, product_of_parts, send_parts, store_over, store_parts, transposed
 from .slots import PARTS
-
-
-@gluon.jit
-def store_operand(tiles, row, column, parts):
-    """Start the stores of the parts of an operand, in rows ``row`` and after."""
-    for m in gl.static_range(PARTS):
-        async_store(tiles, [row + m * C, column], parts[m])
 
 
 @gluon.jit
@@ -76,7 +69,7 @@ def store_solved_keys(tiles, row, column, T_s, k_s, wide: gl.constexpr):
     store_parts(B, k_s)
     fence_async_shared()
     meet()
-    store_operand(tiles, row, column, k_s)
+    send_parts(k_s, tiles, row, column)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "H", "R", "q_h", "k_h", "g_b", "g_t", "g_h", "b_b", "b_t", "b_h"])
@@ -160,8 +153,8 @@ def penstock_gdn_prepare_float32_sm90(
         store_parts(queries, T_s)
         fence_async_shared()
         meet()
-        store_operand(key_tiles, at, n * C, N_s)
-        store_operand(query_tiles, at, n * C, T_s)
+        send_parts(N_s, key_tiles, at, n * C)
+        send_parts(T_s, query_tiles, at, n * C)
         q_s, k_s, N_s, T_s = operands_in(memory, n * 0)
         of_q = product_of_parts(q_s, transposed(k_s), wide)
         of_k = product_of_parts(k_s, transposed(k_s), wide)
@@ -207,7 +200,7 @@ def penstock_gdn_prepare_float32_sm90(
     meet()
     if REMOVALS:
         load_again(k_tiles, q_given, q_bar, row, k_column, TILES > 1)
-    store_operand(a_tiles, at, 0, N_s)
+    send_parts(N_s, a_tiles, at, 0)
     store_solved_keys(b_tiles, at, (TILES - 1) * C, T_s, k_s, wide)
     q_s, k_s, N_s, T_s = operands_in(memory, left * 0)
     if TILES > 1:
@@ -223,7 +216,7 @@ def penstock_gdn_prepare_float32_sm90(
         store_parts(pairs, N_s)
         fence_async_shared()
         meet()
-        store_operand(r_tiles, at, 0, N_s)
+        send_parts(N_s, r_tiles, at, 0)
     tma.store_wait(0)
     q_memory._keep_alive()  # in use until here
     k_memory._keep_alive()
