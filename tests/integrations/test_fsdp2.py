@@ -1,6 +1,5 @@
 """FSDP2 on two processes: gradients, losses, cached logits and generation are those of one process."""
 
-import os
 import tempfile
 import traceback
 from dataclasses import replace
@@ -8,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from architectures import ARCHITECTURES, SIZES, randomised
 from formulas import error
+from ranks import spawned
 
 from penstock.layers import RWKV6Config
 from penstock.models import CausalLM
@@ -24,9 +23,6 @@ MODELS = {name: ARCHITECTURES[name] for name in ("rwkv5.2", "rwkv6", "rwkv7", "r
 
 
 def shards(rank: int, place: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=2)
     found = []
     for name, config in MODELS.items():
         for check in (trained_and_generated, in_bfloat16, methods_of_a_plain_model):
@@ -38,7 +34,6 @@ def shards(rank: int, place: str) -> None:
         if found:
             break
     Path(place, f"{rank}.txt").write_text("\n".join(found))
-    torch.distributed.destroy_process_group()
 
 
 def model_of(config):
@@ -126,6 +121,6 @@ def methods_of_a_plain_model(config, rank):
 @pytest.mark.slow
 def test_two_processes_are_one() -> None:
     with tempfile.TemporaryDirectory() as place:
-        mp.spawn(shards, args=(place,), nprocs=2)
+        spawned(shards, 2, place)
         for rank in range(2):
             assert Path(place, f"{rank}.txt").read_text() == ""
