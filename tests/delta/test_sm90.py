@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from deltas import Delta, oracle, rounding_errors
-from hopper_deltas import A100, EMULATED, H200, forward, problem_of
+from hopper_deltas import EMULATED, H200, forward, problem_of
 
 from penstock.delta.triton import plan
-from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms import channels_sm90
 
 pytestmark = EMULATED
@@ -63,19 +62,3 @@ def test_equal_the_oracle(case):
         if case.beta == 2.0:
             allowed += 2 * rounding_errors(case, 11)[name]
         assert off <= allowed, (name, off / wanted[name].size)
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=192), H200, "K must be 64 or 128"),
-        (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float32), H200, "it takes bfloat16 or float16"),
-        (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    assert reason in str(channels_sm90.FORWARD.refusal(Forward.of(problem_of(case, repeated=True), target)))

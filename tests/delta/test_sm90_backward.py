@@ -6,10 +6,9 @@ import pytest
 import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
-from hopper_deltas import A100, EMULATED, FLOOR, H200, assert_equal, backward, check_state_alone, forward, problem_of
-from sampling import slow
+from hopper_deltas import EMULATED, FLOOR, H200, backward, problem_of
 
-from penstock.delta.triton.calls import Backward, Forward
+from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms.channels_backward_sm90 import BACKWARD
 from penstock.delta.triton.forms.channels_sm90 import FORWARD, kept
 
@@ -74,27 +73,6 @@ def test_equal_the_oracle(case):
         assert off <= allowed, (name, off / wanted[f"d{name}"].size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [replace(OF, gate="mixture"), replace(OF, B=2, T=70, H=2, G=1), replace(OF, lengths=(130, 0, 3))], ids=str)
-def test_residuals(case, dtype):
-    """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
-    case = replace(case, dtype=dtype)
-    problem, given = problem_of(case, repeated=True), upstream(case)
-    plain, found = forward(FORWARD, problem), forward(FORWARD, problem, H200, keep=True, seed=1)
-    for name in ("output", "final_state"):
-        assert torch.equal(plain[name], found[name]), name
-    residuals = {name: found[name] for name in kept(problem)}
-    assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, problem, *given, kept=residuals, seed=1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("final", [True, *slow(False)])
-def test_the_gradient_of_the_state_alone(final, dtype):
-    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture", dtype=dtype)
-    d_output, d_final = upstream(case)
-    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
-
-
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
@@ -112,21 +90,3 @@ def test_what_is_kept(case, wanted):
     problem = problem_of(case, repeated=True)
     made = FORWARD.plan(Forward.of(problem, H200, keep=True))
     assert set(kept(problem)) <= set(made.memory) if wanted else "chunk_states" not in made.memory
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=192), H200, "K must be 64 or 128"),
-        (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float32), H200, "it takes bfloat16 or float16"),
-        (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    d_output, d_final = upstream(case)
-    call = Backward.of(problem_of(case, repeated=True), target, d_output=d_output, d_final_state=d_final)
-    assert reason in str(BACKWARD.refusal(call))

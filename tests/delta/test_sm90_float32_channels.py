@@ -9,13 +9,9 @@ from cases import arithmetic, check_against, upstream
 from deltas import Delta, allowed, oracle
 from emulated import gluon
 from hopper_deltas import (
-    A100,
     EMULATED,
     H200,
-    assert_equal,
     backward,
-    check_residuals_spare_launches,
-    check_state_alone,
     forward,
     given,
     problem_of,
@@ -189,76 +185,6 @@ def test_gradients_equal_the_oracle(case):
     names = [name for name in found if name in wanted]
     assert {"dq", "dk", "dv", "dg", "dbeta"} <= {*names}
     check_against({n: found[n] for n in names}, {n: wanted[n] for n in names}, case.dtype, allowed(case, "triton_chunkwise"))
-
-
-@pytest.mark.parametrize("case", [replace(OF, gate="mixture"), replace(OF, B=2, H=2, G=1), replace(OF, lengths=(130, 0, 3))], ids=str)
-def test_residuals(case):
-    """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
-    problem, given_gradients = problem_of(case, repeated=True), upstream(case)
-    plain, found = forward(FORWARD, problem), forward(FORWARD, problem, keep=True, seed=1)
-    for name in NAMES:
-        assert torch.equal(plain[name], found[name]), name
-    residuals = {name: found[name] for name in residuals_of(problem)}
-    assert_equal(backward(BACKWARD, problem, *given_gradients), backward(BACKWARD, problem, *given_gradients, kept=residuals, seed=1))
-    check_residuals_spare_launches(BACKWARD, problem, *given_gradients)
-
-
-@pytest.mark.parametrize("final", [True, *slow(False)])
-def test_the_gradient_of_the_state_alone(final):
-    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture")
-    d_output, d_final = upstream(case)
-    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
-
-
-def results(case, drawn, d_output, seed):
-    """The results of both passes."""
-    problem, d_final = problem_of(case, drawn, repeated=True), upstream(case)[1]
-    found = forward(FORWARD, problem, seed=seed)
-    return {name: found[name] for name in NAMES} | backward(BACKWARD, problem, d_output, d_final, seed=seed)
-
-
-@pytest.mark.parametrize("name", ["k", *slow("q", "v", "g", "beta", "d_output")])
-def test_packed_neighbours_change_no_bit(name):
-    """Tiles reach past the end of a sequence. Neither a sequence before nor one after changes a bit."""
-    case = replace(OF, lengths=(3, 5, 70))
-    changed = case.tensors() | {"d_output": upstream(case)[0]}
-    before = results(case, case.tensors(), upstream(case)[0], 0)
-    changed[name] = changed[name].clone()
-    for part in (slice(0, 3), slice(8, None)):
-        changed[name][:, part] = -torch.inf
-    after = results(case, {n: x for n, x in changed.items() if n != "d_output"}, changed["d_output"], 1)
-    for n, x in before.items():
-        of = (1,) if n.endswith("state") else (slice(None), slice(3, 8))
-        assert torch.equal(x[of], after[n][of]), n
-
-
-@pytest.mark.parametrize("cut", [37, *slow(1, 16, 64, 65)])
-def test_later_tokens_change_no_bit(cut):
-    """Outputs before a cut."""
-    case = replace(OF, T=130, gate="mixture")
-    drawn, other = case.tensors(), replace(case, gate="gone", v_factor=1e9).tensors()
-    changed = drawn | {name: torch.cat([drawn[name][:, :cut], other[name][:, cut:]], 1) for name in ("q", "k", "v", "g", "beta")}
-    whole, found = (forward(FORWARD, problem_of(case, x, repeated=True))["output"][:, :cut] for x in (drawn, changed))
-    assert torch.equal(whole, found)
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=192), H200, "K must be 64 or 128"),
-        (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float16), H200, "it takes float32"),
-        (replace(OF, others=torch.bfloat16), H200, "g must be float32"),
-        (replace(OF, variant="gated_delta_rule"), H200, "decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    problem, (d_output, d_final) = problem_of(case, repeated=True), upstream(case)
-    assert reason in str(FORWARD.refusal(Forward.of(problem, target)))
-    assert reason in str(BACKWARD.refusal(Backward.of(problem, target, d_output=d_output, d_final_state=d_final)))
 
 
 def test_queries_and_keys_of_different_heads_are_refused():

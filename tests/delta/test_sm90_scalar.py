@@ -7,9 +7,7 @@ import torch
 from deltas import Delta, oracle, rounding_errors
 from hopper_deltas import A100, BITS, EMULATED, H200, SMALL, budget, forward, problem_of
 
-from penstock.delta.inputs import of_every_head
 from penstock.delta.triton import answers, plan
-from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms import scalar_sm90
 from penstock.gpu.target import standing_in
 
@@ -62,14 +60,6 @@ def test_blocks_of_value_channels_change_no_bit(of, more):
         assert torch.equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("of", [OF, HALF], ids=["bfloat16", "float16"])
-def test_heads_of_a_group_are_those_of_repeated_keys(of):
-    problem = problem_of(replace(of, B=2, T=70, H=4, G=2))
-    found, repeated = forward(scalar_sm90.FORWARD, problem), forward(scalar_sm90.FORWARD, of_every_head(problem))
-    for name in ("output", "final_state"):
-        assert torch.equal(found[name], repeated[name]), name
-
-
 @pytest.mark.parametrize(("variant", "taken"), [("gated_delta_rule", True), ("delta_rule", True), ("kda", False)])
 def test_heads_of_a_group_are_not_repeated(variant, taken):
     problem = problem_of(replace(OF, variant=variant, H=4, G=2))
@@ -100,19 +90,3 @@ def test_heads_of_a_group_are_repeated_for_forms_that_are_avoided():
 def test_is_the_form_of_calls_on_hopper(case):
     assert plan.chunk_forward_plan(problem_of(replace(case, H=4, G=2)), H200).forms == ["gdn_prepare_sm90"]
     assert plan.chunk_forward_plan(problem_of(case), A100).forms == ["delta_chunks"]
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=96), H200, "K must be 64 or 128"),
-        (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float32), H200, "it takes bfloat16 or float16"),
-        (replace(OF, variant="kda"), H200, "without decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    assert reason in str(scalar_sm90.FORWARD.refusal(Forward.of(problem_of(case), target)))

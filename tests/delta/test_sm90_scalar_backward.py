@@ -7,7 +7,6 @@ import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
 from hopper_deltas import (
-    A100,
     BITS,
     EMULATED,
     FLOOR,
@@ -16,14 +15,11 @@ from hopper_deltas import (
     assert_equal,
     backward,
     budget,
-    check_state_alone,
-    forward,
     problem_of,
 )
-from sampling import slow
 
 from penstock.delta.inputs import of_every_head
-from penstock.delta.triton.calls import Backward, Forward
+from penstock.delta.triton.calls import Forward
 from penstock.delta.triton.forms.lists import residuals_of
 from penstock.delta.triton.forms.scalar_backward_sm90 import BACKWARD
 from penstock.delta.triton.forms.scalar_sm90 import FORWARD
@@ -73,24 +69,6 @@ def test_equal_the_oracle(case):
         assert off <= allowed, (name, off / wanted[f"d{name}"].size)
 
 
-@DTYPES
-@pytest.mark.parametrize("target", [H200, SMALL], ids=["blocks", "heads"])
-@pytest.mark.parametrize(
-    "case",
-    [replace(OF, H=2, G=1, gate="mixture"), replace(OF, variant="delta_rule", K=64, T=70), replace(OF, lengths=(130, 0, 3), state=False)],
-    ids=str,
-)
-def test_residuals(case, target, dtype):
-    """Outputs with and without them, and gradients from them and from inputs alone, have equal bits."""
-    case = replace(case, dtype=dtype)
-    problem, given, target = problem_of(case), upstream(case), target._replace(forms=NAMED)
-    plain, found = forward(FORWARD, problem, target), forward(FORWARD, problem, target, keep=True, seed=1)
-    for name in ("output", "final_state"):
-        assert torch.equal(plain[name], found[name]), name
-    kept = {name: found[name] for name in residuals_of(problem)}
-    assert_equal(backward(BACKWARD, problem, *given, target), backward(BACKWARD, problem, *given, target, kept=kept, seed=1))
-
-
 @pytest.mark.parametrize("case", [replace(OF, H=6, G=2, gate="mixture"), replace(OF, variant="delta_rule", H=3, G=1, T=70)], ids=str)
 def test_groups_of_warps_in_any_order_give_equal_bits(case):
     """Each seed of the emulator is another order in which they go on."""
@@ -98,14 +76,6 @@ def test_groups_of_warps_in_any_order_give_equal_bits(case):
     first = backward(BACKWARD, problem, *given)
     for seed in range(1, 6):
         assert_equal(first, backward(BACKWARD, problem, *given, seed=seed))
-
-
-@DTYPES
-@pytest.mark.parametrize("final", [True, *slow(False)])
-def test_the_gradient_of_the_state_alone(final, dtype):
-    case = replace(OF, dtype=dtype, H=2, lengths=(70, 0, 130), gate="mixture")
-    d_output, d_final = upstream(case)
-    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
 
 
 @DTYPES
@@ -137,47 +107,3 @@ def test_blocks_of_value_channels_change_no_bit(case, dtype):
     case = replace(case, dtype=dtype)
     problem, given = problem_of(case), upstream(case)
     assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, problem, *given, SMALL, seed=1))
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=96), H200, "K must be 64 or 128"),
-        (replace(OF, V=192), H200, "V must be 64 or 128"),
-        (replace(OF, dtype=torch.float32), H200, "it takes bfloat16 or float16"),
-        (replace(OF, variant="kda"), H200, "without decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    d_output, d_final = upstream(case)
-    call = Backward.of(problem_of(case), target, d_output=d_output, d_final_state=d_final)
-    assert reason in str(BACKWARD.refusal(call))
-
-
-@DTYPES
-@pytest.mark.parametrize("lengths", [None, (70, 60)], ids=["batch", "packed"])
-def test_other_sequences_change_no_bit(dtype, lengths):
-    """Gradients of a sequence alone and beside others."""
-    case = replace(OF, dtype=dtype, B=2 if lengths is None else 1, T=70 if lengths is None else 130, lengths=lengths, gate="mixture")
-    drawn, (d_output, d_final) = case.tensors(), upstream(case)
-    whole = backward(BACKWARD, problem_of(case, drawn), d_output, d_final)
-
-    def of_first(x, name=""):
-        return x[:1] if lengths is None or name == "initial_state" else x[:, :70]
-
-    alone = replace(case, B=1, T=70, lengths=None)
-    given = {name: None if x is None else of_first(x, name) for name, x in drawn.items() if name != "cu_seqlens"}
-    found = backward(BACKWARD, problem_of(alone, given), of_first(d_output), d_final[:1], seed=1)
-    for name, x in found.items():
-        assert torch.equal(x, of_first(whole[name], name)), name
-
-
-def test_refuses_repeated_heads():
-    """Their gradients would be rounded before they are summed."""
-    case = replace(OF, H=2, G=1)
-    d_output, d_final = upstream(case)
-    call = Backward.of(of_every_head(problem_of(case)), H200, d_output=d_output, d_final_state=d_final)
-    assert "as they are" in str(BACKWARD.refusal(call))

@@ -6,11 +6,9 @@ import pytest
 import torch
 from cases import upstream
 from deltas import Delta, oracle, rounding_errors
-from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, assert_equal, backward, check_state_alone, forward, problem_of
-from sampling import slow
+from hopper_deltas import A100, BUDGET, EMULATED, FLOOR, H200, assert_equal, backward, forward, problem_of
 
 from penstock.delta.triton import plan
-from penstock.delta.triton.calls import Backward, Forward
 from penstock.delta.triton.forms.wide_sm90 import BACKWARD, FORWARD
 
 pytestmark = EMULATED
@@ -59,13 +57,6 @@ def test_gradients_equal_the_oracle(case):
         assert off <= most, (name, off / wanted[f"d{name}"].size)
 
 
-@pytest.mark.parametrize("final", [True, *slow(False)])
-def test_the_gradient_of_the_state_alone(final):
-    case = replace(OF, H=2, lengths=(70, 0, 130), gate="mixture")
-    d_output, d_final = upstream(case)
-    check_state_alone(BACKWARD, problem_of(case), d_output, d_final if final else None)
-
-
 def test_one_head_of_queries_and_keys_for_all():
     """A head of q and k that all heads share is read as it is."""
     problem = problem_of(replace(OF, H=2, G=1, T=70), repeated=True)
@@ -76,31 +67,6 @@ def test_one_head_of_queries_and_keys_for_all():
         assert torch.equal(first[name], second[name]), name
     given = upstream(replace(OF, H=2, T=70))
     assert_equal(backward(BACKWARD, problem, *given), backward(BACKWARD, wide, *given, seed=1))
-
-
-@pytest.mark.parametrize(
-    ("case", "target", "reason"),
-    [
-        (OF, A100, "sm_90"),
-        (replace(OF, K=192), H200, "K must be 64, 128 or 256"),
-        (replace(OF, V=96), H200, "V a multiple of 64"),
-        (replace(OF, K=128), H200, "wider heads"),
-        (replace(OF, dtype=torch.float16), H200, "it takes bfloat16"),
-        (replace(OF, variant="kda"), H200, "without decays per channel"),
-        (replace(OF, H=2, strided=True), H200, "rows at multiples of 16 bytes"),
-        (replace(OF, H=4, G=2), H200, "every head of v"),
-    ],
-    ids=str,
-)
-def test_reasons(case, target, reason):
-    assert reason in str(FORWARD.refusal(Forward.of(problem_of(case), target)))
-
-
-def test_the_gradient_of_the_output_is_copied_in_tiles():
-    problem = problem_of(OF)
-    d_output = torch.zeros(*problem.v.shape[:3], 2 * problem.v.shape[3], dtype=problem.v.dtype)[..., ::2]
-    call = Backward.of(problem, H200, d_output=d_output, d_final_state=None)
-    assert "the output's gradient must be" in str(BACKWARD.refusal(call))
 
 
 @pytest.mark.parametrize("target", [A100, H200], ids=["A100", "H200"])

@@ -17,8 +17,8 @@ from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_d
 from ....gpu.hopper_tiles import inverse, meet, most, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import chunk_of_slot, powers_of_two
+from .gradient_terms import from_token_on, store_gradient, sum_of_product
 from .layouts import C
-from .scalar_gradients import from_token_on, store_gradient, sum_of_product
 
 GROUPS = gl.constexpr(2)  # groups of four warps: each has half of the columns of every product
 GROWTH = gl.constexpr(2.0**8)  # W may be as many times as large as E: a chunk writes at most 128 times the largest E of its tokens

@@ -19,9 +19,9 @@ from ....gpu.hopper_decays import decay_vectors, factors_between, gradients_of_d
 from ....gpu.hopper_tiles import meet, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, invalidate, load_tiles
 from ....gpu.tiles import chunk_of_slot
+from .gradient_terms import from_token_on, removed, store_gradient
 from .layouts import C
 from .programs import nonzero
-from .scalar_gradients import from_token_on, removed, store_gradient
 
 BV = gl.constexpr(64)  # value channels of a block
 
