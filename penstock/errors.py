@@ -48,10 +48,8 @@ class PenstockError(Exception):
 class InvalidArgument(PenstockError, ValueError):
     """An argument breaks a rule of its function."""
 
-    def __init__(self, text: str = "", complaints: Collection[Complaint] = ()):
-        super().__init__(text)
-        self.complaints = tuple(complaints)
-        """The broken rules one by one, if ``Complaints`` raised this."""
+    complaints: tuple[Complaint, ...] = ()
+    """The broken rules one by one, if ``Complaints`` raised this."""
 
     def of(
         self, function: str, names: Mapping[str, str], left_out: Collection[str] = (), swapped: Mapping[str, tuple[int, int]] | None = None
@@ -206,7 +204,9 @@ class Complaints:
     def error(self) -> InvalidArgument:
         """The broken rules as an exception: of their own kind if all have the same kind, otherwise InvalidArgument."""
         kinds = {one.kind for one in self.found}
-        return (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join(map(str, self.found)), self.found)
+        error = (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join([str(one) for one in self.found]))
+        error.complaints = tuple(self.found)
+        return error
 
 
 def described(value: object) -> str:

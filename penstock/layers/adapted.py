@@ -89,18 +89,21 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
 
     Raises RangeError or ShapeError for an adapter of anything but a linear map of the model, or of other sizes.
     """
-    complaints, maps = Complaints("adapted"), dict(model.named_modules(remove_duplicate=False))
+    complaints, maps = Complaints("Engine"), dict(model.named_modules(remove_duplicate=False))
     parts: dict[Map, list[tuple[int, Tensor, Tensor]]] = {}
     heads = {maps[head]}
     for number, (adapter, factors) in enumerate(adapters.items()):
         for name, (down, up) in factors.items():
             one = maps.get(name.removesuffix(".weight"))
-            if not isinstance(one, Map) or (type(one) is not nn.Linear and altered(one, Linear, QuantizedLinear)):
+            if one is None:
+                remedy = "Names are those of model.named_parameters()."
+                complaints.add(RangeError, "adapters", "of weights of the model", f"{name} in {adapter!r}", remedy)
+            elif not isinstance(one, Map) or (type(one) is not nn.Linear and altered(one, Linear, QuantizedLinear)):
                 remedy = "Merge it: penstock convert --adapter."
-                complaints.add(RangeError, "adapter", "one of linear maps, to be chosen by requests", f"{name} in {adapter!r}", remedy)
+                complaints.add(RangeError, "adapters", "of linear maps, to be chosen by requests", f"{name} in {adapter!r}", remedy)
             elif [*up.shape[:1], *down.shape[1:]] != (sizes := [one.out_features, one.in_features]) or down.shape[0] != up.shape[1]:
-                rule = f"one whose factors of {name} fit {sizes}"
-                complaints.add(ShapeError, "adapter", rule, f"{list(down.shape)} and {list(up.shape)} in {adapter!r}")
+                rule = f"of factors of {name} that fit {sizes}"
+                complaints.add(ShapeError, "adapters", rule, f"{list(down.shape)} and {list(up.shape)} in {adapter!r}")
             elif len(down):
                 parts.setdefault(one, []).append((number, down, up))
     complaints.raise_any()

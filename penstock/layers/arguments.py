@@ -117,7 +117,7 @@ def check_part(
     if state.dim() != wanted.dim() or any(
         size != known and (known or axis == 0) for axis, (size, known) in enumerate(zip(state.shape, shape))
     ):
-        remedy = f"initial_state({shape[0]}) makes one for these sequences."
+        remedy = f"initial_state({shape[0]}) makes one for these sequences{'; slots name the rows of a larger one' * written}."
         complaints.add(ShapeError, name, f"of shape {shape}", list(state.shape), remedy)
     dtypes = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)
     axes = " ".join(f"x{n}" for n in range(state.dim()))

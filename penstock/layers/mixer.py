@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .arguments import check_apart, check_input, check_part
 from .as_written import overridden, remembered
 from .halving import halved
 from .sequences import Sequences, adopt
-from .sizes import check_fields
+from .sizes import check_fields, check_whole
 from .sliced import sequences_of
 from .token_cache import check_rooms
 from .values import Values, check_values
@@ -48,6 +49,8 @@ class MixerConfig:
             complaints = Complaints(cls.__name__)
             complaints.add(RangeError, "kind", "its own", f"{cls.kind!r} of the class that it is made from", f"Set it in {cls.__name__}.")
             complaints.raise_any()
+        if "build" in cls.__dict__:
+            cls.build = _checked(cls.build)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         complaints = Complaints(type(self).__name__)
@@ -74,6 +77,24 @@ class MixerConfig:
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
         raise NotImplementedError
+
+
+def _checked(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
+    """``build`` of a configuration, whose arguments are checked before."""
+
+    @wraps(build)
+    def checked(self: MixerConfig, hidden_size: int, *more: int, **named: int) -> Mixer:
+        complaints = Complaints(f"{type(self).__name__}.build")
+        check_whole(complaints, "hidden_size", hidden_size, 1)
+        given = dict(zip(("layer", "num_layers"), more)) | named
+        for name, least in (("layer", 0), ("num_layers", 1)):
+            check_whole(complaints, name, given.get(name, least), least)
+        if not complaints.found and "num_layers" in given and given.get("layer", 0) >= given["num_layers"]:
+            complaints.add(RangeError, "layer", f"below num_layers = {given['num_layers']}", given["layer"], "The first layer is 0.")
+        complaints.raise_any()
+        return build(self, hidden_size, *more, **named)
+
+    return checked
 
 
 @remembered

@@ -72,7 +72,12 @@ def linear_cross_entropy(
     >>> torch.allclose(loss, torch.nn.functional.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten()))
     True
     """
-    _check(x, weight, labels, ignore_index, reduction, chunk_tokens)
+    _check("linear_cross_entropy", x, weight, labels, ignore_index, reduction, chunk_tokens)
+    return _linear_cross_entropy(x, weight, labels, ignore_index, reduction, chunk_tokens)
+
+
+def _linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction, chunk_tokens: int) -> Tensor:
+    """``linear_cross_entropy`` of arguments that are right."""
     if autocasting(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -99,13 +104,12 @@ def head_cross_entropy(
         part = head_cross_entropy(x, head, labels, ignore_index=ignore_index, reduction="sum", chunk_tokens=chunk_tokens)
         count = borders.total(context, (labels != ignore_index).sum())
         return torch.where(count > 0, part / count.clamp(min=1), part.detach() / count)  # without labels NaN, whose gradients are 0
-    weights = plain_weights([head])
+    weights, options = plain_weights([head]), (ignore_index, reduction, chunk_tokens)
     if weights is not None:
-        return linear_cross_entropy(
-            x, weights[0], labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
-        )  # fmt: skip
+        _check("loss", x, weights[0], labels, *options)
+        return _linear_cross_entropy(x, weights[0], labels, *options)
     logits: Tensor = head(x)
-    _check(logits, logits.new_empty(1).expand(logits.shape[-1], logits.shape[-1]), labels, ignore_index, reduction, chunk_tokens)
+    _check("loss", logits, logits.new_empty(1).expand(logits.shape[-1], logits.shape[-1]), labels, *options)
     flat = logits.reshape(-1, logits.shape[-1]).to(state_dtype(logits.dtype))
     losses = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
     return losses.view(labels.shape) if reduction == "none" else losses
@@ -322,8 +326,10 @@ def _chunk(logits: Tensor, labels: Tensor, counted: Tensor, upstream: Tensor | N
     return logits.masked_fill_(~counted[:, None], 0).to(dtype)
 
 
-def _check(x: object, weight: object, labels: object, ignore_index: object, reduction: object, chunk_tokens: object) -> None:
-    complaints = Complaints("linear_cross_entropy")
+def _check(
+    function: str, x: object, weight: object, labels: object, ignore_index: object, reduction: object, chunk_tokens: object
+) -> None:  # fmt: skip
+    complaints = Complaints(function)
     for name, value in (("x", x), ("weight", weight), ("labels", labels)):
         if not isinstance(value, Tensor):
             complaints.add(DtypeError, name, "a torch.Tensor", described(value))

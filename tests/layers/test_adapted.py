@@ -77,9 +77,9 @@ def test_modules_are_new_and_share_weights_and_hooks():
 def test_what_is_no_linear_map_is_refused():
     model = model_of("rwkv6")
     down, up = torch.randn(3, 24), torch.randn(24, 3)
-    with pytest.raises(RangeError, match=r"adapter must be one of linear maps, .* got embeddings.weight in 'a'. Merge it"):
+    with pytest.raises(RangeError, match=r"Engine: adapters must be of linear maps, .* got embeddings.weight in 'a'. Merge it"):
         adapted(model, {"a": {"embeddings.weight": (down, up)}})
-    with pytest.raises(RangeError, match=r"layers.0.mixer.none.weight in 'a'"):
+    with pytest.raises(RangeError, match=r"adapters must be of weights of the model, got layers.0.mixer.none.weight in 'a'. Names are"):
         adapted(model, {"a": {"layers.0.mixer.none.weight": (down, up)}})
-    with pytest.raises(ShapeError, match=r"factors of layers.0.mixer.key.weight fit \[24, 24\], got \[3, 23\] and \[24, 3\] in 'b'"):
+    with pytest.raises(ShapeError, match=r"factors of layers.0.mixer.key.weight that fit \[24, 24\], got \[3, 23\] and \[24, 3\] in 'b'"):
         adapted(model, {"b": {"layers.0.mixer.key.weight": (down[:, 1:], up)}})

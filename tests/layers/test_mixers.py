@@ -298,6 +298,11 @@ def test_a_pool_without_room_raises() -> None:
         (lambda: RetentionConfig(num_heads=8).build(24), "K is even, got K = 3"),
         (lambda: SoftmaxAttentionConfig(5).build(24), "hidden_size must be a multiple of num_heads = 5"),
         (lambda: CONFIGS["rwkv6 mixer"].build(25), "hidden_size must be a multiple of head_size = 8"),
+        *((lambda one=one: one.build(24.0), "build: hidden_size must be a whole number, got 24.0") for one in CONFIGS.values()),
+        *((lambda one=one: one.build(0), "build: hidden_size must be a whole number of at least 1, got 0") for one in CONFIGS.values()),
+        *((lambda one=one: one.build(24, "0", 2), "build: layer must be a whole number, got '0'") for one in CONFIGS.values()),
+        *((lambda one=one: one.build(24, layer=-1), "layer must be a whole number of at least 0, got -1") for one in CONFIGS.values()),
+        *((lambda one=one: one.build(24, 2, num_layers=2), "layer must be below num_layers = 2, got 2") for one in CONFIGS.values()),
     ],
 )
 def test_wrong_sizes_raise(make, message: str) -> None:

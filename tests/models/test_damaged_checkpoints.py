@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
+from public_models import Weights, delta, gla, mamba2, retnet, rwkv5, rwkv6, rwkv7, write_bin, write_pth, write_safetensors
 
 from penstock import DtypeError, InvalidArgument, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM, load, save
@@ -225,6 +225,7 @@ FOLDERS = {
     "gla": (gla.draw(gla.config()), gla.config()),
     "hybrid": (gla.draw(gla.config(attn={"layers": [1], "num_heads": 4})), gla.config(attn={"layers": [1], "num_heads": 4})),
     "retnet": (retnet.draw(retnet.config()), retnet.config()),
+    **{kind: (delta.draw(delta.config(kind)), delta.config(kind)) for kind in ("delta_net", "gated_deltanet", "kda")},
     "fla rwkv6": (rwkv6.draw_fla(), rwkv6.fla_config(rwkv6.draw_fla())),
     "fla rwkv7": (rwkv7.fla_names(rwkv7.draw()), rwkv7.fla_config(rwkv7.draw())),
     "hf rwkv6": (rwkv6.hf_names(rwkv6.draw()), rwkv6.hf_config(rwkv6.draw())),
@@ -249,6 +250,30 @@ def test_any_value_in_config_json_loads_or_is_refused(name: str, every: bool, tm
             (path / "config.json").write_text(json.dumps(config | {key: value}))
             with suppress(PenstockError):
                 assert load(path).embeddings.weight.shape == w[next(one for one in w if "embedding" in one)].shape, (key, value)
+
+
+LAYERS, WIDTHS = {"num_hidden_layers", "n_layer"}, {"hidden_size", "d_model"}
+SIZES = {"head_dim", "num_v_heads", "num_kv_heads", "expand_k", "expand_v", "state_size", "d_state"}
+"""Sizes that other models than RWKV have in config.json beside one that shapes do not tell, such as the number of heads."""
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_sizes_in_config_json_are_those_of_the_tensors(name: str, tmp_path: Path) -> None:
+    """Else a file without its last layers would be a smaller model, and weights would be those of other heads."""
+    w, config = FOLDERS[name]
+    path, parts = write_bin(w, config, tmp_path / "model"), config.get("ssm_cfg", {})
+    told = (LAYERS | WIDTHS | (set() if "rwkv" in name else SIZES)) & {key for key, value in {**config, **parts}.items() if value}
+    assert told & LAYERS
+    assert told & WIDTHS
+    for key in told:
+        changed = config | ({key: config[key] * 2} if key in config else {"ssm_cfg": parts | {key: parts[key] * 2}})
+        (path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(RangeError, match=rf"^load: {key} in config.json must be .*, as in the tensors.*, got "):
+            load(path)
+    last = max(int(found[1]) for one in w if (found := re.search(r"\.(\d+)\.", one)))
+    write_bin({one: x for one, x in w.items() if f".{last}." not in one}, config, tmp_path / "cut")
+    with pytest.raises(RangeError, match=r"^load: .* in config.json must be "):
+        load(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "blinkdl rwkv5"])

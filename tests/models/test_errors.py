@@ -35,9 +35,14 @@ def test_messages(model: CausalLM, ids: Tensor) -> None:
         model(ids[0])
     with pytest.raises(DtypeError, match="ids must be int32 or int64"):
         model(ids.float())
-    wrong = r"forward: state\[0\].mixer.shift must be of shape \[2, 24\], got \[3, 24\]. initial_state\(2\) makes one"
-    with pytest.raises(ShapeError, match=wrong):
+    wrong = r": state\[0\].mixer.shift must be of shape \[2, 24\], got \[3, 24\]. initial_state\(2\) makes one for these sequences"
+    with pytest.raises(ShapeError, match=rf"forward{wrong}\.\n"):
         model(ids, model.initial_state(3))
+    with pytest.raises(ShapeError, match=f"advance{wrong}; slots name the rows of a larger one"):
+        model.advance(ids, model.initial_state(3))
+    for options, message in (({"labels": ids + 300}, "labels must be from 0 to 12"), ({"reduction": "all"}, "reduction must be 'mean'")):
+        with pytest.raises(RangeError, match=f"^loss: {message}"):
+            model.loss(**{"ids": ids, "labels": ids} | options)
     with pytest.raises(ShapeError, match="T at least 1"):
         model.generate(ids[:, :0], 3)
     with pytest.raises(RangeError, match="temperature must be a finite number of at least 0"):
@@ -272,6 +277,21 @@ def test_wrong_counts_raise(model: CausalLM, ids: Tensor) -> None:
         model.initial_state(-1)
     with pytest.raises(RangeError, match="below 2\\^63"):
         model.generate(ids, count=10**30)
+
+
+@pytest.mark.parametrize("name", every(9, ARCHITECTURES))
+def test_compiled_calls_name_the_rule_that_arguments_break(name: str, ids: Tensor) -> None:
+    """In the text of torch's own error, which it raises for any exception in a graph."""
+    model = model_of(name)
+    for call, rule in (
+        (lambda: model(ids[0]), r"forward: ids must be of shape \[B,T\], got \[20\]"),
+        (lambda: model(ids.float()), "forward: ids must be int32 or int64, got torch.float32"),
+        (lambda: model(ids, None, torch.tensor([0, 20])), "forward: B must be 1 with cu_seqlens, got 2"),
+        (lambda: model.loss(ids, ids[:, 1:]), r"loss: labels must be of shape \[B,T\] = \[2, 20\], got \[2, 19\]"),
+        (lambda: model(ids, model.initial_state(3)), r"forward: state\[0\].* must be of shape "),
+    ):
+        with pytest.raises(Exception, match=rule):
+            torch.compile(call, fullgraph=True, backend="eager")()
 
 
 @pytest.mark.parametrize("name", every(3, ["rwkv6", "rwkv7", "mamba2", "retnet"]))

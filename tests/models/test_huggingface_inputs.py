@@ -1,5 +1,6 @@
 """Arguments of transformers' classes: packed rows in all their forms, embeddings, hidden states, hooks, options of from_pretrained."""
 
+import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from penstock import DtypeError, RangeError, ShapeError
 from penstock.models import CausalLM, save
 
 transformers = pytest.importorskip("transformers")
-from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
 
-from penstock.models.huggingface import CACHE, PenstockForCausalLM, PenstockModel  # noqa: E402
+from penstock.models.huggingface import CACHE, PUBLIC_TYPES, PenstockForCausalLM, PenstockModel  # noqa: E402
 
 V = SIZES["vocab_size"]
 pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
@@ -336,6 +337,22 @@ def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
     ):
         with pytest.raises(RangeError, match=message):
             PenstockForCausalLM.from_pretrained(path, **options)
+
+
+def test_models_and_configurations_of_other_types_are_refused() -> None:
+    wrapped = PenstockForCausalLM.of(model_of("rwkv6"))
+    for kind in (PenstockForCausalLM, PenstockModel):
+        assert torch.equal(kind.of(wrapped.causal_lm()).get_input_embeddings().weight, wrapped.model.embeddings.weight)
+        for other in (wrapped, wrapped.model, wrapped.causal_lm().config, wrapped.causal_lm().layers[0], "path", None):
+            message = rf"^{kind.__name__}.of: model must be a CausalLM, got one of type {type(other).__name__}\."
+            with pytest.raises(DtypeError, match=message):
+                kind.of(other)
+    for name in PUBLIC_TYPES:
+        config = AutoConfig.for_model(name)
+        assert type(pickle.loads(pickle.dumps(config))) is type(config)
+        for auto in (AutoModel, AutoModelForCausalLM):
+            with pytest.raises(DtypeError, match=r"config must be a PenstockConfig, got one of .* use from_pretrained"):
+                auto.from_config(config)
 
 
 def test_auto_classes_ignore_no_size(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ...layers.delta_heads import DeltaConfig
 from ..config import RESCALE_EVERY, Config
 from . import fla_delta, rwkv7
 from .archive import Archive
-from .layout import Format, Row, common, divided, flag, flat, needed, norms, number, same, tied, transposed
+from .layout import Format, Row, check_told, common, divided, flag, flat, needed, norms, number, same, tied, transposed
 
 HeadsConfig = GLAConfig | RetentionConfig
 KINDS = ("gla", "retnet", *fla_delta.KINDS, "rwkv6", "rwkv7")
@@ -143,6 +143,7 @@ def config_of(archive: Archive) -> Config:
     rwkv = kind in ("rwkv6", "rwkv7")
     if kind not in KINDS:
         complaints.add(RangeError, "model_type in config.json", f"{', '.join(KINDS[:-1])} or {KINDS[-1]}", repr(kind))
+        complaints.raise_any()  # other rules depend on it
     plain = (None,) if rwkv else (stored.get("attn"),)
     for name, wanted in {"attn": plain, "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
         if stored.get(name, wanted[0]) not in wanted:
@@ -206,6 +207,8 @@ def _heads_config(archive: Archive, C: int, layers: list[int], gla: bool) -> Hea
     _, values = archive.shape(f"{mixing}o_proj.weight", "C HV", layers)
     heads = number(archive.config, "num_heads", 4 if gla else 8, 1)
     served = divided(keys, shared, f"rows of {mixing}k_proj.weight")
+    for name, found, size in (("expand_k", keys / C, C), ("expand_v", values / C, C), ("num_kv_heads", heads / served, 1)):
+        check_told(stored, name, found, size)
     feature_map: Any = stored.get("feature_map")
     if not isinstance(feature_map, str | None):
         complaints = Complaints("load")

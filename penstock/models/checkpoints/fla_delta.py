@@ -8,7 +8,7 @@ from ...errors import Complaints, RangeError
 from ...layers import DeltaNetConfig, GatedDeltaNetConfig, KDAConfig
 from ...layers.delta_heads import DeltaConfig
 from .archive import Archive
-from .layout import Row, divided, flag, number, same
+from .layout import Row, check_told, divided, flag, number, same
 
 KINDS: dict[str, tuple[type[DeltaConfig], str, int]] = {
     "delta_net": (DeltaNetConfig, "DeltaNetForCausalLM", 16),
@@ -58,6 +58,8 @@ def mixer_of(archive: Archive, kind: str, hidden_size: int, layers: list[int]) -
         shape["conv_size"] = archive.shape(f"{MIXING}q_conv1d.weight", "GK 1 W", layers)[2]
     gated = archive.has(f"{MIXING}g_proj.weight")
     if kind == "delta_net":
+        check_told(stored, "expand_k", keys / hidden_size, hidden_size)
+        check_told(stored, "expand_v", values / hidden_size, hidden_size)
         return DeltaNetConfig(
             **shape, expand_k=keys / hidden_size, expand_v=values / hidden_size, use_gate=flag(stored, "use_gate", gated),
             use_beta=flag(stored, "use_beta", archive.has(f"{MIXING}b_proj.weight")),
@@ -65,6 +67,8 @@ def mixer_of(archive: Archive, kind: str, hidden_size: int, layers: list[int]) -
         )  # fmt: skip
     value_heads, _ = archive.shape(f"{MIXING}b_proj.weight", "H C", layers)
     K, V = divided(keys, heads, "num_heads in config.json"), divided(values, value_heads, f"rows of {MIXING}b_proj.weight")
+    for name, found, size in (("head_dim", K, 1), ("num_v_heads", value_heads, 1), ("expand_v", V / K, K)):
+        check_told(stored, name, found, size, f" of {heads} heads")
     shape |= {"head_dim": K, "num_v_heads": None if value_heads == heads else value_heads, "expand_v": V / K}
     if kind == "gated_deltanet":
         activation = _named(stored, "output_gate_activation", "swish", GATES)

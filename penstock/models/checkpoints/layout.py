@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, DtypeError, InvalidArgument, RangeError, ShapeError, described
+from ...errors import Complaints, DtypeError, InvalidArgument, RangeError, ShapeError, described, shortened
 from ...layers.quantization import Kind
 from ..causal_lm import CausalLM
 from ..config import Config
@@ -84,6 +84,11 @@ class Format:
 
 
 HEAD = "head.weight"
+TOLD = {
+    "num_hidden_layers": "num_layers", "n_layer": "num_layers", "block_count": "num_layers",
+    "hidden_size": "hidden_size", "d_model": "hidden_size", "embedding_length": "hidden_size",
+}  # fmt: skip
+"""Names of sizes in config.json and in metadata of GGUF files. Shapes tell them, too: a file without its last layers is damaged."""
 Edits = Mapping[str, Callable[[Tensor | None], Tensor]]
 """By the name of a parameter: a function of the stored tensor, or of None, that runs before conversion."""
 
@@ -140,6 +145,12 @@ def _built(archive: Archive, form: Format) -> tuple[Config, CausalLM]:
     complaints, rule = Complaints("load"), "a checkpoint of a model that can be built"
     try:
         config = form.config(archive)
+        for key, value in archive.config.items():
+            size = TOLD.get(key.rpartition(".")[2])  # names of metadata begin with the architecture
+            if size is not None and value not in (None, found := getattr(config, size)):
+                name = f"{key} {'of the file' if '.' in key else 'in config.json'}"
+                complaints.add(RangeError, name, f"{found}, as in the tensors", shortened(value), DAMAGED)
+        complaints.raise_any()
         with torch.device("meta"):
             return config, CausalLM(config)
     except InvalidArgument as error:  # configurations and layers name their own arguments
@@ -244,6 +255,15 @@ def number(values: Mapping[str, Any], name: str, default: float | None, least: f
         complaints.add(RangeError, f"{name} in config.json", rule, described(value))
         complaints.raise_any()
     return value
+
+
+def check_told(values: Mapping[str, Any], name: str, found: float, size: int = 1, of: str = "") -> None:
+    """Raise RangeError if config.json has another value than shapes tell; ``of`` says of what. ``found`` sizes are a whole number."""
+    told = number(values, name, None)
+    if told is not None and abs(told - found) * size >= 1:
+        complaints = Complaints("load")
+        complaints.add(RangeError, f"{name} in config.json", f"{found:g}, as in the tensors{of}", told, DAMAGED)
+        complaints.raise_any()
 
 
 def flag(values: Mapping[str, Any], name: str, default: bool) -> bool:

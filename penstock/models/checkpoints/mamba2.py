@@ -8,7 +8,7 @@ from ...errors import Complaints, RangeError, described
 from ...layers import Mamba2Config
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, divided, flag, needed, norms, number, same, tied
+from .layout import Format, Row, check_told, common, divided, flag, needed, norms, number, same, tied
 
 MIXER = ("A_log", "D", "dt_bias", "in_proj.weight", "conv1d.weight", "norm.weight", "out_proj.weight")
 
@@ -64,11 +64,15 @@ def config_of(archive: Archive) -> Config:
     if not stored.keys() & {"n_groups"}:  # the projects' own defaults
         archive.config["n_groups"] = layer.get("ngroups", 8 if "num_hidden_layers" in stored else 1)
     groups = number(archive.config, "n_groups", 1, 1)
+    state_size, head_dim = divided(mixed - inner, 2 * groups, "twice n_groups"), divided(inner, heads, f"{mixing}A_log")
+    for values, names in ((stored, ("state_size", "head_dim", "num_heads")), (layer, ("d_state", "headdim", "nheads"))):
+        for name, found in zip(names, (state_size, head_dim, heads)):
+            check_told(values, name, found)
     eps = number(archive.config, "layer_norm_epsilon", 1e-5, 0.0)
     mixer = Mamba2Config(
         heads,
-        head_dim=divided(inner, heads, f"{mixing}A_log"),
-        state_size=divided(mixed - inner, 2 * groups, "twice n_groups"),
+        head_dim=head_dim,
+        state_size=state_size,
         n_groups=groups,
         conv_kernel=width,
         use_conv_bias=flag(stored, "use_conv_bias", archive.has(f"{mixing}conv1d.bias")),

@@ -49,12 +49,13 @@ def _register() -> None:
     for name in PUBLIC_TYPES:
         if name in CONFIG_MAPPING:  # another project's, such as fla's
             continue
-        values = {"model_type": name, "auto_map": {}, "__module__": __name__}
-        config = type(f"Penstock{name.capitalize()}Config", (PretrainedConfig,), values)
+        values, kind_of = {"model_type": name, "auto_map": {}, "__module__": __name__}, name.title().replace("_", "")
+        config = type(f"Penstock{kind_of}Config", (PretrainedConfig,), values)
+        globals()[config.__name__] = config  # where pickle looks for it
         AutoConfig.register(name, config)
         for auto, kind in classes.items():
             ending = kind.__name__.removeprefix("Penstock")
-            model = type(f"Penstock{name.capitalize()}{ending}", (kind,), {"config_class": config, "__module__": __name__})
+            model = type(f"Penstock{kind_of}{ending}", (kind,), {"config_class": config, "__module__": __name__})
             auto.register(config, model)
 
 

@@ -47,11 +47,6 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         self._take(made)
         self.post_init()  # type: ignore[no-untyped-call]
 
-    @classmethod
-    def of(cls, model: CausalLM, **others: Any) -> PenstockForCausalLM:
-        """Wrap a model, whose modules are shared. ``others`` belong to ``PenstockConfig``."""
-        return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
-
     def _take(self, model: CausalLM) -> None:
         self.model._take(model)
         self.head = model.head

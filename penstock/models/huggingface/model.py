@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ...errors import Complaints, DtypeError, ShapeError, described
 from ...tokens.context import ContextParallel
 from ..backbone import Backbone
-from ..causal_lm import CausalLM
 from ..config import Config
 from .cache import CACHE, StateCache, cache_of
 from .configuration import PenstockConfig
@@ -34,11 +33,6 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
     def sizes(self) -> Config:
         """The sizes of the model."""
         return self._sizes
-
-    @classmethod
-    def of(cls, model: CausalLM, **others: Any) -> PenstockModel:
-        """The modules of a model without its head. ``others`` belong to ``PenstockConfig``."""
-        return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
 
     def _take(self, model: Backbone) -> None:
         for name in dict(self.named_children()):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import Complaints, RangeError, ShapeError, described, shortened
+from ...errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ...layers.sizes import check_whole
 from ..causal_lm import CausalLM
 from ..config import Config
 from .configuration import PenstockConfig, config_of
 from .hub import Arguments, arguments_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -24,6 +27,14 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     supports_gradient_checkpointing = True
     _is_stateful = True
     _no_split_modules = ["Layer"]  # noqa: RUF012
+
+    def __init__(self, config: PenstockConfig, *arguments: Any, **options: Any) -> None:
+        if not isinstance(config, PenstockConfig):
+            complaints = Complaints(type(self).__name__)
+            remedy = "Sizes of public models are read from their weights: use from_pretrained. For a new one, PenstockConfig.of(gla(...))."
+            complaints.add(DtypeError, "config", "a PenstockConfig", f"one of type {type(config).__name__}", remedy)
+            complaints.raise_any()
+        super().__init__(config, *arguments, **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
@@ -88,6 +99,20 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         sizes.check_vocab_size(complaints, -(-count // multiple) * multiple)
         complaints.raise_any()
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *arguments, **options)
+
+    @classmethod
+    def of(cls, model: CausalLM, **others: Any) -> Self:
+        """Wrap a model, whose modules are shared; ``PenstockModel`` has no head. ``others`` belong to ``PenstockConfig``.
+
+        Raises DtypeError for anything but a ``CausalLM``.
+        """
+        model = getattr(model, "_orig_mod", model)  # torch.compile(model)
+        if not isinstance(model, CausalLM):
+            complaints = Complaints(f"{cls.__name__}.of")
+            remedy = "causal_lm() returns that of a wrapped model."
+            complaints.add(DtypeError, "model", "a CausalLM", f"one of type {type(model).__name__}", remedy)
+            complaints.raise_any()
+        return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
 
     @classmethod
     def _plain(cls) -> Any:
