@@ -36,8 +36,8 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
         The arguments of that function, which are validated as in a call. With ``impl=``, whether that one takes it. For a model
         ``tokens=`` and ``mode="training"``, "prompt" or "decode", see below.
 
-    If gradients are enabled and an argument requires them, the
-    answer includes the backward pass. Printing the answer shows the reasons.
+    The answer has both passes. If gradients are enabled and an argument requires them, the forward pass is that of training, which may keep
+    residuals. Printing the answer shows the reasons.
 
     Implementations in Triton consist of forms: kernels, or fixed groups of kernels, in an ordered list for each pass. The answer names
     the form that runs and says why not those before it; parts of a pass (states before chunks) have lists of their own.

@@ -34,6 +34,8 @@ def _private(name: str) -> Any:
 
 _dispatch_keys = _private("_C._dispatch_keys")
 _dispatch_modes = _private("_C._len_torch_dispatch_stack")
+_dispatch_mode = _private("_C._get_dispatch_mode")
+_tracers = [_private(f"_C._TorchDispatchModeKey.{name}") for name in ("PROXY", "FAKE", "FUNCTIONAL")]
 _function_modes = _private("_C._len_torch_function_stack")
 _function_mode_at = _private("_C._get_function_stack_at")
 _default_device = _private("utils._device.DeviceContext")
@@ -142,6 +144,13 @@ forward_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def tracing_derivatives() -> bool:
     """Whether forward derivatives are taken inside of a dispatch mode, as by ``torch.func.linearize``; values cannot be read there."""
     return _dispatch_modes is not None and bool(_dispatch_modes()) and forward_derivatives()
+
+
+def traced() -> bool:
+    """Whether torch records operators or computes shapes alone, as under ``make_fx`` and compiled autograd; False if unknown."""
+    if None in (_dispatch_modes, _dispatch_mode, *_tracers) or not _dispatch_modes():
+        return False
+    return any(_dispatch_mode(key) is not None for key in _tracers)
 
 
 def inside_transforms(x: Tensor) -> Tensor | None:

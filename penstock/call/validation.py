@@ -62,7 +62,7 @@ def reads_values(tensor: Tensor) -> bool:
     """Whether values of this tensor are checked."""
     if not (tensor.is_cpu or _checking_values.get()) or private.is_fake(tensor):
         return False
-    return not private.in_transform() and not private.tracing_derivatives()
+    return not private.in_transform() and not private.tracing_derivatives() and not private.traced()
 
 
 def check_types(signature: Signature, tensors: Sequence[object], options: Sequence[Option], values: Sequence[object]) -> None:
@@ -76,6 +76,9 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
         elif isinstance(x, Tensor) and x.is_nested:
             remedy = "Concatenate its parts along the tokens, and give cu_seqlens."
             complaints.add(DtypeError, argument.public, "a dense tensor", "a nested tensor", remedy)
+        elif isinstance(x, Tensor) and hasattr(x, "device_mesh"):
+            remedy = f"Pass {argument.public}.to_local(). Tokens that are cut over ranks need a context."
+            complaints.add(DtypeError, argument.public, "the tensor of one rank", "a DTensor", remedy)
         elif isinstance(x, Tensor) and x.layout != torch.strided:
             complaints.add(DtypeError, argument.public, "a dense tensor", x.layout, f"Convert it with {argument.public}.to_dense().")
         elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):

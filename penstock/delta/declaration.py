@@ -96,7 +96,7 @@ def _tokens(row: Variant, query: str, gate: str) -> tuple[Argument, ...]:
     unbiased = "this variant has no A_log and dt_bias"
     removed = Argument(
         "a", "B T J K" if two else "", like="q", required=two, gradient=True, absent="" if two else one, draw=lambda x: 0.5 * unit(x),
-        hint="It has the heads of k or of v.",
+        hint="a and b have the same heads, those of k or of v.",
     )  # fmt: skip
     g = tokens.decay(" ".join(row.decay), gate, False, False, "A decay has the heads of v.", partial(_bounded, remedy=REMEDY[row.raw]))
     return (

@@ -182,7 +182,7 @@ def rwkv7(
         Log decay, natural logarithm, at most 0. Comes before k and v, as in RWKV's own kernels. These take x with log decay ``-exp(x)``,
         for which models compute ``x = -softplus(-raw) - 0.5``: pass ``-exp(x)``, or ``raw`` itself with ``raw_decay``.
     a, b : Tensor [B,T,G,K] or [B,T,H,K]
-        In the dtype of r.
+        Both have the same heads. In the dtype of r.
     raw_decay : bool
         w is a raw gate: the log decay is ``-exp(-0.5) * sigmoid(w)``, as in models.
     lower_bound : float, optional
@@ -227,7 +227,7 @@ def dplr(
 
     <inputs>
     a, b : Tensor [B,T,G,K] or [B,T,H,K]
-        In the dtype of q. States are bounded only if transitions do not expand: the caller sees to it.
+        Both have the same heads. In the dtype of q. States are bounded only if transitions do not expand: the caller sees to it.
     g : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0.
     lower_bound : float, optional

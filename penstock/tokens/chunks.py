@@ -68,15 +68,15 @@ class Chunks:
         column = torch.arange(C, device="cpu")
         token = torch.tensor(firsts, dtype=torch.long, device="cpu")[:, None] + (-column if problem.reverse else column)
         padding = column >= torch.tensor(counts, dtype=torch.long, device="cpu")[:, None]
-        place = torch.empty(sum(lengths), dtype=torch.long, device="cpu")
-        place[token[~padding]] = (~padding).flatten().nonzero()[:, 0]
+        place = torch.empty(sum(lengths) + 1, dtype=torch.long, device="cpu")  # the last is that of the padding
+        place[token.masked_fill(padding, sum(lengths))] = torch.arange(token.numel(), device="cpu").view_as(token)
         return cls(
             torch.tensor(order, dtype=torch.long, device=device),
             width,
             groups,
             token.masked_fill(padding, 0).to(device),
             padding.to(device) if any(count < C for count in counts) else None,
-            place.to(device),
+            place[:-1].to(device),
         )
 
     def rows(self, x: Tensor, dtype: torch.dtype, part: slice = slice(None)) -> Tensor:

@@ -10,7 +10,9 @@ from cases import Case, arithmetic
 from deltas import VARIANTS as OF_DELTA
 from deltas import Delta
 from pools import Pooled
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import penstock as ps
@@ -53,6 +55,13 @@ def gradients(loss, values):
     """By autograd."""
     leaves = [x.clone().requires_grad_() for x in values]
     return torch.autograd.grad(loss(*leaves), leaves)
+
+
+def second(loss, values):
+    """The gradient of the first input's gradient."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    first = torch.autograd.grad(loss(*leaves), leaves[0], create_graph=True)[0]
+    return torch.autograd.grad(first.sin().sum(), leaves, materialize_grads=True, allow_unused=True)
 
 
 def assert_near(found, wanted):
@@ -117,6 +126,19 @@ def test_forward_derivatives_that_are_traced_once(case):
     assert_near(derivative(along(case)[0]), func.jvp(lambda x: function(x, *values[1:]), values[:1], along(case)[:1])[1])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch's own trace
+@pytest.mark.parametrize("derive", [gradients, second], ids=["first", "second"])
+@every_case
+def test_derivatives_that_are_recorded(case, derive):
+    """By ``make_fx`` and, once, by compiled autograd, where values cannot be read."""
+    loss, values = loss_of(case)
+    wanted = derive(loss, values)
+    assert_near(make_fx(lambda *values: derive(loss, values))(*values)(*values), wanted)
+    if case.lengths is None and derive is gradients and not isinstance(case, Attention):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            assert_near(derive(loss, values), wanted)
+
+
 @every_case
 def test_gradients(case):
     """``grad``, and ``vjp`` from each result alone and from all."""
@@ -177,6 +199,20 @@ def test_hessian(case, place):
 
 
 POOLED = Pooled("gla", H=2, K=2, V=2, lengths=(1, 2), slots=(3, 0))
+
+
+@every_case
+def test_tensors_of_a_mesh_are_refused(case, alone):
+    """Operators have no sharding rules."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    function, values = as_function(case)
+    mesh = init_device_mesh("cpu", (1,))
+    for place in range(len(values)):
+        mixed = [distribute_tensor(x, mesh) if n == place else x for n, x in enumerate(values)]
+        with pytest.raises(ps.DtypeError, match=r": (\w+) must be the tensor of one rank, got a DTensor. Pass \1.to_local\(\)"):
+            function(*mixed)
 
 
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "jacrev", "grad", "vjp", "vmap", "hessian", "dual"])
