@@ -6,6 +6,7 @@ from cases import NAMES, Case, draw
 
 import penstock as ps
 from penstock.call.families import variants
+from penstock.delta.variants import VARIANTS as OF_DELTA
 from penstock.recurrence.variants import VARIANTS
 
 N, H, K, V, ROWS = 3, 2, 4, 6, 5
@@ -56,6 +57,15 @@ def test_decay_and_bonus_are_required_or_refused(variant):
 )
 def test_slots(kind, slots, said):
     rejected(kind, good("gla", slots=slots), "decode_step('gla'): " + said)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *OF_DELTA])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_no_input_has_an_axis_of_tokens_that_q_lacks(variant, name):
+    given = {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, H, V), "state": torch.zeros(N, H, K, V)}
+    given[name] = given[name][:, None]
+    said = f"decode_step({variant!r}): {name} must be without the axis T, as q, got {list(given[name].shape)}. Pass {name}[:, 0]"
+    rejected(ps.ShapeError, given, said, variant=variant)
 
 
 def test_skipped_slots_may_repeat():
