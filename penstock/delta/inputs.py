@@ -84,6 +84,8 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
         rate = rate[:, None]
     if p.dt_bias is not None:
         x = x + p.dt_bias.to(dtype)
+    largest = torch.finfo(dtype).max
+    x = x.clamp(-largest, largest)  # the product of an infinite gate and a derivative of 0 would be NaN
     return rate * F.logsigmoid(-x) if p.lower_bound is None else p.lower_bound * sigmoid(rate * x)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contract import measured
-from deltas import FAMILY, NAMES, VARIANTS, Delta, oracle
+from deltas import FAMILY, NAMES, TRITON, VARIANTS, Delta, oracle
 
 import penstock as ps
 from penstock.call.implementation import Implementation, Upstream
@@ -62,6 +62,23 @@ def test_derivatives_of_saturated_gates_and_logits(variant):
     )
     for x, wanted in zip(found, exact):
         assert (x.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # NumPy's, of values in the interpreter that masks discard
+@pytest.mark.parametrize("impl", [*NAMES, *TRITON])
+@pytest.mark.parametrize(("variant", "bound"), [*((variant, None) for variant in GATED), ("kda", -5.0)])
+def test_infinite_gates_are_large_gates(variant, bound, impl):
+    """With -inf nothing is forgotten, as callers mark padding, with inf everything, or what the bound allows. All gradients are finite."""
+    case, found = Delta(variant, B=1, T=6, H=2, K=4, V=2, raw=True, bound=bound), []
+    for large in (torch.inf, 1e4):
+        tensors = {name: None if x is None else x.clone() for name, x in case.tensors().items()}
+        tensors["raw"][:, 2], tensors["raw"][:, 4, 0] = -large, large
+        leaves = {name: x.requires_grad_() for name, x in tensors.items() if x is not None}
+        results = case.call(tensors, impl)
+        gradients = torch.autograd.grad([x.sin().sum() for x in results], list(leaves.values()), allow_unused=True, materialize_grads=True)
+        found.append([*results, *gradients])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_the_norm_have_one_order():

@@ -63,7 +63,7 @@ def log_decay_of(x, rate, bound, RAW: tl.constexpr):
 
 @triton.jit
 def gradients_of_gate(d, x, rate, bound, RAW: tl.constexpr):
-    """From the gradient d of a log decay: those of its raw gate and of A_log."""
+    """From the gradient d of a log decay: those of its raw gate and of A_log. An infinite gate has none of A_log."""
     if RAW == SOFTPLUS:
         of_gate = -rate * d * sigmoid(x)
         of_rate = -rate * d * softplus(x)
@@ -74,7 +74,7 @@ def gradients_of_gate(d, x, rate, bound, RAW: tl.constexpr):
     else:
         of_gate = FASTEST * d * sigmoid(x) * sigmoid(-x)
         of_rate = of_gate * 0.0
-    return of_gate, of_rate
+    return of_gate, tl.where(tl.abs(x) == float("inf"), 0.0, of_rate)
 
 
 @triton.jit
