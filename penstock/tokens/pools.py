@@ -42,17 +42,21 @@ def one_token(function: str, tensors: Sequence[Tensor | None], timed: Sequence[b
     ``timed``: whether each tensor has the axis in the declaration. Raises if a sequence has more than ``STEP_TOKENS`` tokens, or if k or v
     has the axis and q has not.
     """
-    q, found, complaints = tensors[0], list(tensors), Complaints(function)
+    q, found, timed_alone = tensors[0], list(tensors), []
     if not isinstance(q, Tensor) or q.dim() != 3:
         if isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
+            complaints = Complaints(function)
             complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
             complaints.raise_any()
         return False, found
-    for name, x in zip("kv", tensors[1:3]):
-        if isinstance(x, Tensor) and x.dim() == 4 and not x.is_nested:
-            complaints.add(ShapeError, name, "without the axis T, as q", list(x.shape), f"Pass {name}[:, 0], or all inputs with the axis.")
-    complaints.raise_any()
     for place, (x, some) in enumerate(zip(tensors, timed)):
         if some and isinstance(x, Tensor) and (x.dim() == 3 if place < 3 else x.dim() > 0):
             found[place] = x.unsqueeze(1)
+        elif place < 3 and isinstance(x, Tensor) and x.dim() == 4 and not x.is_nested:
+            timed_alone.append(("qkv"[place], list(x.shape)))
+    if timed_alone:
+        complaints = Complaints(function)
+        for name, shape in timed_alone:
+            complaints.add(ShapeError, name, "without the axis T, as q", shape, f"Pass {name}[:, 0], or all inputs with the axis.")
+        complaints.raise_any()
     return True, found

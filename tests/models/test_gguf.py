@@ -85,6 +85,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ggufs.write(without, tmp_path / "c"),
         r"blk\.1\.time_mix_output\.weight must be a tensor of shape .*, got none",
     )
+    for name in ("block_count", "embedding_length"):
+        message = rf"rwkv7\.{name} of the file must be \d+, as in the tensors, got 77"
+        cases[name] = (ggufs.write(w, tmp_path / name, **{name: 77}), message)
     for file, message in cases.values():
         with pytest.raises(InvalidArgument, match=f"load: .*{message}"):
             load(file)

@@ -258,7 +258,10 @@ def number(values: Mapping[str, Any], name: str, default: float | None, least: f
 
 
 def check_told(values: Mapping[str, Any], name: str, found: float, size: int = 1, of: str = "") -> None:
-    """Raise RangeError if config.json has another value than shapes tell; ``of`` says of what. ``found`` sizes are a whole number."""
+    """Raise RangeError if config.json has another value than shapes tell: ``found``, of which ``size`` times as much is a whole number.
+
+    ``of`` says what the tensors are of.
+    """
     told = number(values, name, None)
     if told is not None and abs(told - found) * size >= 1:
         complaints = Complaints("load")

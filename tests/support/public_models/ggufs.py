@@ -57,6 +57,8 @@ def write(w: Weights, folder: Path, kind: str = "F32", rescale_every: int = 0, f
     arch = str(metadata.get("architecture", "rwkv7" if seven else "rwkv6"))
     writer = gguf.GGUFWriter(path, arch)
     writer.add_layer_norm_eps(1e-5)
+    writer.add_block_count(metadata.get("block_count", depth(w, "blocks.")))
+    writer.add_embedding_length(metadata.get("embedding_length", w["emb.weight"].shape[1]))
     writer.add_wkv_head_size(w["blocks.0.att.r_k" if seven else "blocks.0.att.time_faaaa"].shape[1])
     if rescale_every:
         writer.add_rescale_every_n_layers(rescale_every)
