@@ -84,9 +84,13 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
         rate = rate[:, None]
     if p.dt_bias is not None:
         x = x + p.dt_bias.to(dtype)
-    largest = torch.finfo(dtype).max
-    x = x.clamp(-largest, largest)  # the product of an infinite gate and a derivative of 0 would be NaN
-    return rate * F.logsigmoid(-x) if p.lower_bound is None else p.lower_bound * sigmoid(rate * x)
+    return scaled(rate, F.logsigmoid(-x)) if p.lower_bound is None else p.lower_bound * sigmoid(scaled(rate, x))
+
+
+def scaled(rate: Tensor, x: Tensor) -> Tensor:
+    """Rate times x, with no gradients where x is infinite: the product of x and a derivative of 0 would be NaN."""
+    infinite = x.isinf()
+    return torch.where(infinite, x, rate * x.masked_fill(infinite, 0.0))
 
 
 def computed(p: DeltaTokens, wide: bool, follows: Follows | None = None) -> dict[str, Tensor]:

@@ -81,6 +81,20 @@ def test_infinite_gates_are_large_gates(variant, bound, impl):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("variant", "bound"), [*((variant, None) for variant in GATED), ("kda", -5.0)])
+def test_log_decays_of_infinite_gates_are_limits(variant, bound):
+    """In exact numbers, however small the rate exp(A_log) is."""
+    case = Delta(variant, B=1, T=4, H=2, K=4, V=2, raw=True, bound=bound, biased=False)
+    tensors = case.tensors()
+    if tensors["A_log"] is not None:
+        tensors["A_log"] = torch.tensor([-90.0, 2.0])
+    tensors["raw"][:, 1], tensors["raw"][:, 2] = -torch.inf, torch.inf
+    found = inputs.log_decay(DELTA.checked(variant, [tensors.get(name) for name in DELTA.names], case.options), torch.float32)
+    limit = FASTEST if variant == "rwkv7" else -torch.inf if bound is None else bound
+    assert (found[:, 1] == 0).all()
+    assert (found[:, 2] == limit).all()
+
+
 def test_sums_of_the_norm_have_one_order():
     """They do not depend on the number of tokens, nor on strides."""
     x = torch.randn(3, 50, 4, 37)
