@@ -298,7 +298,7 @@ def decode_step(
 ) -> Tensor:
     """``penstock.decode_step`` of this family's variants."""
     check_variant("decode_step", variant)
-    one, tensors = one_token(f"decode_step({variant!r})", (q, k, v, g, beta, a, b), (True,) * 7)
+    one, tensors = one_token(ADVANCE.signatures[f"decode_step({variant!r})"], (q, k, v, g, beta, a, b))
     flags = use_qk_l2norm, beta_logits, allow_neg_eigval, lower_bound
     output = _advance("decode_step", variant, tuple(tensors), A_log, dt_bias, raw_decay, flags, (None, slots, state), scale, impl)
     return output.squeeze(1) if one else output

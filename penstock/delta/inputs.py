@@ -42,6 +42,10 @@ P = TypeVar("P", bound=DeltaTokens)
 EPSILON = 1e-6
 """Added to the sum of squares of q and k, as flash-linear-attention and transformers do."""
 OF_DECAY = ("g", "raw", "A_log", "dt_bias")
+FARTHEST = 1e4
+"""exp(-FARTHEST) is 0, in float64, too."""
+RATES, WIDE_RATES = (-78.0, 88.0), (-690.0, 709.0)
+"""A_log is used up to these, in float32 and float64: its exponential and FARTHEST divided by it are finite and not 0."""
 SHARED = ("q", "k", "a", "b")
 """Arguments whose heads groups may share."""
 
@@ -79,7 +83,8 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
     if p.variant.raw == "sigmoid":
         return FASTEST * sigmoid(x)
     assert p.A_log is not None
-    rate = p.A_log.to(dtype).exp()
+    slowest, fastest = RATES if dtype == torch.float32 else WIDE_RATES
+    rate = p.A_log.to(dtype).clamp(slowest, fastest).exp()
     if "K" in p.variant.decay:
         rate = rate[:, None]
     if p.dt_bias is not None:
@@ -88,9 +93,9 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(rate: Tensor, x: Tensor) -> Tensor:
-    """Rate times x, with no gradients where x is infinite: the product of x and a derivative of 0 would be NaN."""
-    infinite = x.isinf()
-    return torch.where(infinite, x, rate * x.masked_fill(infinite, 0.0))
+    """Rate times x between ``-FARTHEST`` and ``FARTHEST``: products of larger numbers and derivatives of 0 would give NaN."""
+    limit = FARTHEST / rate.detach()
+    return rate * x.clamp(-limit, limit)
 
 
 def computed(p: DeltaTokens, wide: bool, follows: Follows | None = None) -> dict[str, Tensor]:

@@ -90,14 +90,15 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
     Raises RangeError or ShapeError for an adapter of anything but a linear map of the model, or of other sizes.
     """
     complaints, maps = Complaints("Engine"), dict(model.named_modules(remove_duplicate=False))
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     parts: dict[Map, list[tuple[int, Tensor, Tensor]]] = {}
     heads = {maps[head]}
     for number, (adapter, factors) in enumerate(adapters.items()):
         for name, (down, up) in factors.items():
             one = maps.get(name.removesuffix(".weight"))
-            if one is None:
+            if not isinstance(one, Map) and name not in weights:
                 remedy = "Names are those of model.named_parameters()."
-                complaints.add(RangeError, "adapters", "of weights of the model", f"{name} in {adapter!r}", remedy)
+                complaints.add(RangeError, "adapters", "of weights of the model", f"{name or repr(name)} in {adapter!r}", remedy)
             elif not isinstance(one, Map) or (type(one) is not nn.Linear and altered(one, Linear, QuantizedLinear)):
                 remedy = "Merge it: penstock convert --adapter."
                 complaints.add(RangeError, "adapters", "of linear maps, to be chosen by requests", f"{name} in {adapter!r}", remedy)

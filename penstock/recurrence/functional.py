@@ -17,7 +17,7 @@ from ..tokens.results import Result
 from . import documentation
 from .operators import ADVANCE, RECURRENCE
 from .slices import over_ranks
-from .variants import VARIANTS, check_variant
+from .variants import check_variant
 
 
 @documentation.over_sequences("q", "``K ** -0.5``")
@@ -261,8 +261,7 @@ def decode_step(
 ) -> Tensor:
     """``penstock.decode_step`` of this family's variants."""
     check_variant("decode_step", variant)
-    timed = (True, True, True, "T" in VARIANTS[variant].decay)
-    one, (q, k, v, g) = one_token(f"decode_step({variant!r})", (q, k, v, g), timed)  # type: ignore[assignment]
+    one, (q, k, v, g) = one_token(ADVANCE.signatures[f"decode_step({variant!r})"], (q, k, v, g))  # type: ignore[assignment]
     output = _advance("decode_step", variant, q, k, v, g, u, state, slots, None, scale, impl)
     return output.squeeze(1) if one else output
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..call.declaration import INDICES, Argument, Options, Sizes, Wrong
+from ..call.declaration import INDICES, Argument, Options, Signature, Sizes, Wrong
 from ..errors import Complaints, ShapeError
 
 STEP_TOKENS = 16
@@ -36,27 +36,27 @@ SLOTS = Argument("slots", "N", INDICES, required=False, values=rows)
 POOL = Argument("state", "P H K V", written=True, hint="A state has the heads of v.")
 
 
-def one_token(function: str, tensors: Sequence[Tensor | None], timed: Sequence[bool]) -> tuple[bool, list[Tensor | None]]:
-    """Whether q of a decode step has no axis of tokens, and its tensors (q, k, v and others) with one.
+def one_token(signature: Signature, tensors: Sequence[Tensor | None]) -> tuple[bool, list[Tensor | None]]:
+    """Whether q of a decode step has no axis of tokens, and its tensors (the first arguments of the signature) with one.
 
-    ``timed``: whether each tensor has the axis in the declaration. Raises if a sequence has more than ``STEP_TOKENS`` tokens, or if k or v
-    has the axis and q has not.
+    Raises if a sequence has more than ``STEP_TOKENS`` tokens, or if another tensor has the axis and q has not.
     """
-    q, found, timed_alone = tensors[0], list(tensors), []
+    q, v, found, timed = tensors[0], tensors[2], list(tensors), []
     if not isinstance(q, Tensor) or q.dim() != 3:
         if isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
-            complaints = Complaints(function)
+            complaints = Complaints(signature.function)
             complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
             complaints.raise_any()
         return False, found
-    for place, (x, some) in enumerate(zip(tensors, timed)):
-        if some and isinstance(x, Tensor) and (x.dim() == 3 if place < 3 else x.dim() > 0):
-            found[place] = x.unsqueeze(1)
-        elif place < 3 and isinstance(x, Tensor) and x.dim() == 4 and not x.is_nested:
-            timed_alone.append(("qkv"[place], list(x.shape)))
-    if timed_alone:
-        complaints = Complaints(function)
-        for name, shape in timed_alone:
+    for place, (x, (name, axes)) in enumerate(zip(tensors, signature.axes.items())):
+        if isinstance(x, Tensor) and "T" in axes and not x.is_nested:
+            if x.dim() == len(axes) - 1:
+                found[place] = x.unsqueeze(1)
+            elif x.dim() == len(axes) and (len(axes) == 4 or (isinstance(v, Tensor) and x.shape[2:] == v.shape[-2:-1])):
+                timed.append((name, list(x.shape)))  # three axes could be those of another variant's decays
+    if timed:
+        complaints = Complaints(signature.function)
+        for name, shape in timed:
             complaints.add(ShapeError, name, "without the axis T, as q", shape, f"Pass {name}[:, 0], or all inputs with the axis.")
         complaints.raise_any()
     return True, found

@@ -64,9 +64,12 @@ def test_derivatives_of_saturated_gates_and_logits(variant):
         assert (x.double() - wanted).norm() <= 1e-5 * wanted.norm()
 
 
+BOUNDS = [*((variant, None) for variant in GATED), ("kda", -5.0)]
+
+
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # NumPy's, of values in the interpreter that masks discard
 @pytest.mark.parametrize("impl", [*NAMES, *TRITON])
-@pytest.mark.parametrize(("variant", "bound"), [*((variant, None) for variant in GATED), ("kda", -5.0)])
+@pytest.mark.parametrize(("variant", "bound"), BOUNDS)
 def test_infinite_gates_are_large_gates(variant, bound, impl):
     """With -inf nothing is forgotten, as callers mark padding, with inf everything, or what the bound allows. All gradients are finite."""
     case, found = Delta(variant, B=1, T=6, H=2, K=4, V=2, raw=True, bound=bound), []
@@ -81,18 +84,47 @@ def test_infinite_gates_are_large_gates(variant, bound, impl):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("variant", "bound"), [*((variant, None) for variant in GATED), ("kda", -5.0)])
-def test_log_decays_of_infinite_gates_are_limits(variant, bound):
+@pytest.mark.parametrize(("variant", "bound"), BOUNDS)
+def test_decays_of_infinite_gates_are_limits(variant, bound):
     """In exact numbers, however small the rate exp(A_log) is."""
     case = Delta(variant, B=1, T=4, H=2, K=4, V=2, raw=True, bound=bound, biased=False)
     tensors = case.tensors()
     if tensors["A_log"] is not None:
-        tensors["A_log"] = torch.tensor([-90.0, 2.0])
+        tensors["A_log"] = torch.tensor([-torch.inf, 2.0])
     tensors["raw"][:, 1], tensors["raw"][:, 2] = -torch.inf, torch.inf
-    found = inputs.log_decay(DELTA.checked(variant, [tensors.get(name) for name in DELTA.names], case.options), torch.float32)
+    found = inputs.log_decay(DELTA.checked(variant, [tensors.get(name) for name in DELTA.names], case.options), torch.float32).exp()
     limit = FASTEST if variant == "rwkv7" else -torch.inf if bound is None else bound
-    assert (found[:, 1] == 0).all()
-    assert (found[:, 2] == limit).all()
+    assert (found[:, 1] == 1).all()
+    if tensors["A_log"] is not None:  # a rate of 0
+        assert torch.equal(found[:, 0, 0], torch.full_like(found[:, 0, 0], 0.0 if bound is None else bound / 2).exp())
+    assert torch.equal(found[:, 2], torch.full_like(found[:, 2], limit).exp())
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # NumPy's, of values in the interpreter that masks discard
+@pytest.mark.parametrize("impl", [*NAMES, *TRITON])
+@pytest.mark.parametrize(("variant", "bound"), [one for one in BOUNDS if VARIANTS[one[0]].raw == "softplus"])
+def test_rates_and_gates_of_any_size(variant, bound, impl):
+    """No NaN, whatever A_log and the gates are, in values and in first and second derivatives."""
+    largest = torch.finfo(torch.float32).max
+    gates = torch.tensor([0.0, torch.inf, -torch.inf, largest, -largest, 100.0, -100.0, 1.0])
+    case = Delta(variant, B=1, T=8, H=2, K=4, V=2, raw=True, bound=bound, biased=False)
+    for rate in (-torch.inf, -120.0, -85.0, -20.0, 0.3, 20.0, 85.0, 120.0, torch.inf):
+        tensors = {name: None if x is None else x.clone() for name, x in case.tensors().items()}
+        tensors["A_log"] = torch.tensor([rate, 0.3])
+        tensors["raw"].copy_(gates.view(1, 8, *[1] * (tensors["raw"].dim() - 2)))
+        if rate == -torch.inf:
+            tensors["raw"].fill_(1.0)
+        leaves = [x.requires_grad_() for x in tensors.values() if x is not None]
+        results = case.call(tensors, impl)
+        first = torch.autograd.grad([x.sin().sum() for x in results], leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), leaves, allow_unused=True, materialize_grads=True)
+        if abs(rate) < 30:
+            assert all(x.isfinite().all() for x in (*results, *first, *second)), rate
+        else:
+            assert not any(x.isnan().any() for x in (*results, *first)), rate
+        if rate in (-torch.inf, 0.3):
+            for one, other in zip(results, case.call(tensors, "reference")):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_the_norm_have_one_order():

@@ -77,9 +77,11 @@ def test_modules_are_new_and_share_weights_and_hooks():
 def test_what_is_no_linear_map_is_refused():
     model = model_of("rwkv6")
     down, up = torch.randn(3, 24), torch.randn(24, 3)
-    with pytest.raises(RangeError, match=r"Engine: adapters must be of linear maps, .* got embeddings.weight in 'a'. Merge it"):
-        adapted(model, {"a": {"embeddings.weight": (down, up)}})
-    with pytest.raises(RangeError, match=r"adapters must be of weights of the model, got layers.0.mixer.none.weight in 'a'. Names are"):
-        adapted(model, {"a": {"layers.0.mixer.none.weight": (down, up)}})
+    for name in ("embeddings.weight", "layers.0.mixer.time_decay_w1", "layers.0.mixer_norm.bias"):
+        with pytest.raises(RangeError, match=rf"Engine: adapters must be of linear maps, .* got {name} in 'a'. Merge it"):
+            adapted(model, {"a": {name: (down, up)}})
+    for name in ("layers.0.mixer.none.weight", "layers.0.mixer", ""):
+        with pytest.raises(RangeError, match=rf"adapters must be of weights of the model, got {name or repr(name)} in 'a'. Names are"):
+            adapted(model, {"a": {name: (down, up)}})
     with pytest.raises(ShapeError, match=r"factors of layers.0.mixer.key.weight that fit \[24, 24\], got \[3, 23\] and \[24, 3\] in 'b'"):
         adapted(model, {"b": {"layers.0.mixer.key.weight": (down[:, 1:], up)}})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import model_of
 from formulas import error
-from public_models import Draw, Weights, read_all, rewritten, rwkv5, rwkv6, rwkv7, tokens, write_pth
+from public_models import Draw, Weights, read_all, rewritten, rwkv5, rwkv6, rwkv7, tokens, write_pth, write_safetensors
 from public_models.published import PUBLISHED
 from torch import Tensor, nn
 
@@ -418,3 +418,12 @@ def test_a_tuned_state_is_the_state_of_a_sequence(tmp_path: Path) -> None:
     found = engine.generate([IDS.tolist()], params, tuning="tuned")[0].completions[0].logprobs
     assert found == Engine(tuned, slots=2, token_budget=128).generate([IDS.tolist()], params)[0].completions[0].logprobs
     assert found != engine.generate([IDS.tolist()], params)[0].completions[0].logprobs
+
+
+@pytest.mark.parametrize("read", [load_adapter, load_tuned_state])
+def test_sizes_of_the_base_model_are_checked(read: Callable, tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    base = write_safetensors(rwkv6.hf_names(w), rwkv6.hf_config(w) | {"num_hidden_layers": 99}, tmp_path / "base")
+    file = beside(states(w) if read is load_tuned_state else adapted(w, "LoRA")[0], tmp_path)
+    with pytest.raises(RangeError, match=r"num_hidden_layers in config\.json must be 2, as in the tensors, got 99"):
+        read(file, base)

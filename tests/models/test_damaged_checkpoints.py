@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -184,6 +185,34 @@ def test_sizes_in_config_json_are_those_of_the_tensors(name: str, tmp_path: Path
     write_bin({one: x for one, x in w.items() if f".{last}." not in one}, config, tmp_path / "cut")
     with pytest.raises(RangeError, match=r"^load: .* in config.json must be "):
         load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("draw", "config"),
+    [
+        (gla.draw, gla.config(hidden_size=200, num_heads=3, expand_k=0.29, expand_v=0.555)),
+        (gla.draw, gla.config(hidden_size=432, num_heads=4, expand_k=1.0, expand_v=101 / 48)),
+        (delta.draw, delta.config("delta_net", hidden_size=100, num_heads=3, expand_k=0.58, expand_v=0.58)),
+    ],
+    ids=("gla", "gla, a third", "delta_net"),
+)
+def test_sizes_that_fla_rounds_down(draw: Callable, config: dict, tmp_path: Path) -> None:
+    """The products are whole numbers less an error of rounding, or whole numbers that are less by 1."""
+    load(write_bin(draw(config), config, tmp_path / "model"))
+
+
+def test_sizes_that_are_no_numbers(tmp_path: Path) -> None:
+    w, config = FOLDERS["gla"]
+    path = write_bin(w, config, tmp_path / "model")
+    for value in ("NaN", "Infinity", "1" + "0" * 400, "-1" + "0" * 400, "1e400"):
+        (path / "config.json").write_text(json.dumps(config | {"expand_k": "here"}).replace('"here"', value))
+        with pytest.raises(RangeError, match=r"^load: expand_k in config.json must be "):
+            load(path)
+
+
+def test_keys_of_other_models_in_config_json_are_ignored(tmp_path: Path) -> None:
+    w, config = FOLDERS["gla"]
+    assert load(write_bin(w, config | {"teacher.hidden_size": 4096, "teacher": {"hidden_size": 1}}, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "blinkdl rwkv5"])

@@ -6,7 +6,9 @@ from cases import NAMES, Case, draw
 
 import penstock as ps
 from penstock.call.families import variants
+from penstock.delta.operators import ADVANCE as DELTA_ADVANCE
 from penstock.delta.variants import VARIANTS as OF_DELTA
+from penstock.recurrence.operators import ADVANCE as RECURRENCE_ADVANCE
 from penstock.recurrence.variants import VARIANTS
 
 N, H, K, V, ROWS = 3, 2, 4, 6, 5
@@ -59,13 +61,28 @@ def test_slots(kind, slots, said):
     rejected(kind, good("gla", slots=slots), "decode_step('gla'): " + said)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *OF_DELTA])
-@pytest.mark.parametrize("name", ["k", "v"])
+TIMED = [
+    (key.split("'")[1], name) for one in (RECURRENCE_ADVANCE, DELTA_ADVANCE) for key, signature in one.signatures.items()
+    for name in ("k", "v", "g", "beta", "a", "b") if key.startswith("decode_step") and "T" in signature.axes.get(name, ())
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "name"), TIMED)
 def test_no_input_has_an_axis_of_tokens_that_q_lacks(variant, name):
     given = {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, H, V), "state": torch.zeros(N, H, K, V)}
-    given[name] = given[name][:, None]
+    one = DELTA_ADVANCE if variant in OF_DELTA else RECURRENCE_ADVANCE
+    axes = one.signatures[f"decode_step({variant!r})"].axes[name]
+    given[name] = torch.zeros([{"B": N, "T": 1, "K": K, "V": V}.get(axis, H) for axis in axes])
     said = f"decode_step({variant!r}): {name} must be without the axis T, as q, got {list(given[name].shape)}. Pass {name}[:, 0]"
     rejected(ps.ShapeError, given, said, variant=variant)
+
+
+@pytest.mark.parametrize("variant", ["simple_gla", "gated_delta_rule"])
+def test_a_decay_of_channels_is_none_of_heads(variant):
+    given = {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, H, V), "state": torch.zeros(N, H, K, V)}
+    said = f"decode_step({variant!r}): g must be of shape [B,T,H] = [3, 1, 2], got [3, 2, 4]."
+    beta = {"beta": torch.zeros(N, H)} if variant in OF_DELTA else {}
+    rejected(ps.ShapeError, given | beta | {"g": torch.zeros(N, H, K)}, said, variant=variant)
 
 
 def test_skipped_slots_may_repeat():

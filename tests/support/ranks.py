@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -108,6 +109,7 @@ def _begun(rank: int, ranks: int, port: int, function: Callable[..., None], argu
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     function(rank, *arguments)
     dist.destroy_process_group()
+    sys.stdout.flush()
     os._exit(0)  # torch keeps groups of meshes, and their threads may ask for Python's lock while it ends, which aborts the process
 
 

@@ -19,7 +19,7 @@ from .archive import Archive
 from .beside import Beside, PathLike, factors, refuse_alone, tuned_state
 from .fla import FLA
 from .gguf import GGUF
-from .layout import Format, read, sizes_of, tensors_of, weights_of
+from .layout import Format, built, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
@@ -114,7 +114,7 @@ def load_adapter(path: PathLike, base: PathLike, *, adapter_alpha: float | None 
         check_number(complaints, "adapter_alpha", adapter_alpha)
     complaints.raise_any()
     archive, form = recognised(Archive(Path(base)))
-    config = form.config(archive)
+    config, _ = built(archive, form)
     return factors(path, config, form.rows(config, archive), adapter_alpha)
 
 
@@ -133,7 +133,7 @@ def load_tuned_state(path: PathLike, base: PathLike) -> State:
     _check_path(complaints, base, "base")
     complaints.raise_any()
     archive, form = recognised(Archive(Path(base)))
-    return tuned_state(path, form.config(archive))
+    return tuned_state(path, built(archive, form)[0])
 
 
 def load_headless(path: PathLike, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> CausalLM:

@@ -102,7 +102,7 @@ def read(
     ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, a missing head stays on the meta device. With
     ``quantize``, each weight is quantized before the next one is read.
     """
-    config, model = _built(archive, form)
+    config, model = built(archive, form)
     rows = form.rows(config, archive)
     if not head:
         rows = [row for row in rows if row.ours != (HEAD,) or row.theirs[0] in archive.tensors]
@@ -140,16 +140,15 @@ def read(
     return model.eval()
 
 
-def _built(archive: Archive, form: Format) -> tuple[Config, CausalLM]:
-    """The configuration of a checkpoint, and a model of it without memory."""
+def built(archive: Archive, form: Format) -> tuple[Config, CausalLM]:
+    """The configuration of a checkpoint, and a model of it without memory. Raises for sizes that contradict each other."""
     complaints, rule = Complaints("load"), "a checkpoint of a model that can be built"
     try:
-        config = form.config(archive)
-        for key, value in archive.config.items():
-            size = TOLD.get(key.rpartition(".")[2])  # names of metadata begin with the architecture
-            if size is not None and value not in (None, found := getattr(config, size)):
-                name = f"{key} {'of the file' if '.' in key else 'in config.json'}"
-                complaints.add(RangeError, name, f"{found}, as in the tensors", shortened(value), DAMAGED)
+        config, architecture = form.config(archive), archive.config.get("general.architecture")
+        for name, size in TOLD.items():  # names of metadata begin with the architecture
+            key, place = (name, "in config.json") if architecture is None else (f"{architecture}.{name}", "of the file")
+            if (value := archive.config.get(key)) not in (None, found := getattr(config, size)):
+                complaints.add(RangeError, f"{key} {place}", f"{found}, as in the tensors", shortened(value), DAMAGED)
         complaints.raise_any()
         with torch.device("meta"):
             return config, CausalLM(config)
@@ -249,7 +248,7 @@ def number(values: Mapping[str, Any], name: str, default: float | None, least: f
     if value is None:
         return default
     kinds = int if isinstance(least, int) else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not least <= value < 2**63):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not (-(2**63) if least is None else least) <= value < 2**63:
         complaints = Complaints("load")
         rule = f"a{' whole' * isinstance(least, int)} number{'' if least is None else f' of at least {least}'}"
         complaints.add(RangeError, f"{name} in config.json", rule, described(value))
@@ -263,7 +262,7 @@ def check_told(values: Mapping[str, Any], name: str, found: float, size: int = 1
     ``of`` says what the tensors are of.
     """
     told = number(values, name, None)
-    if told is not None and abs(told - found) * size >= 1:
+    if told is not None and abs(told - found) * size >= 1 and int(told * size) != round(found * size):  # fla rounds down
         complaints = Complaints("load")
         complaints.add(RangeError, f"{name} in config.json", f"{found:g}, as in the tensors{of}", told, DAMAGED)
         complaints.raise_any()

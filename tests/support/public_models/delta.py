@@ -50,8 +50,8 @@ def heads(config: dict) -> tuple[int, int, int, int]:
     """Heads of q and k, heads of v, and their sizes."""
     G = config["num_heads"]
     if config["model_type"] == "delta_net":
-        return G, G, round(config["hidden_size"] * config["expand_k"]) // G, round(config["hidden_size"] * config["expand_v"]) // G
-    return G, config["num_v_heads"] or G, config["head_dim"], round(config["head_dim"] * config["expand_v"])
+        return G, G, int(config["hidden_size"] * config["expand_k"]) // G, int(config["hidden_size"] * config["expand_v"]) // G
+    return G, config["num_v_heads"] or G, config["head_dim"], int(config["head_dim"] * config["expand_v"])
 
 
 def draw(config: dict, seed: int = 1) -> Weights:

@@ -77,7 +77,7 @@ def softmax_weights(random: Draw, C: int, spec: dict) -> Weights:
 
 def mixer_weights(random: Draw, config: dict, rank: int) -> Weights:
     C, H = config["hidden_size"], config["num_heads"]
-    keys, values, shared = round(C * config["expand_k"]), round(C * config["expand_v"]), H // (config["num_kv_heads"] or H)
+    keys, values, shared = int(C * config["expand_k"]), int(C * config["expand_v"]), H // (config["num_kv_heads"] or H)
     w = {"q_proj.weight": random.matrix(keys, C), "k_proj.weight": random.matrix(keys // shared, C)}
     w |= {"v_proj.weight": random.matrix(values // shared, C), "o_proj.weight": random.matrix(C, values)}
     if config["model_type"] == "gla":
@@ -129,7 +129,7 @@ class Memory:
 
     def __init__(self, config: dict) -> None:
         H, C = config["num_heads"], config["hidden_size"]
-        self.S = torch.zeros(H, round(C * config["expand_k"]) // H, round(C * config["expand_v"]) // H, dtype=torch.float64)
+        self.S = torch.zeros(H, int(C * config["expand_k"]) // H, int(C * config["expand_v"]) // H, dtype=torch.float64)
         self.q, self.k, self.v = [], [], []
         self.position = 0
         self.keys, self.values = [], []

@@ -21,14 +21,16 @@ from ....gpu.tiles import sum_of_rows
 EPSILON = tl.constexpr(1e-6)
 FASTEST = tl.constexpr(-0.6065306597126334)  # -exp(-1/2)
 FARTHEST = tl.constexpr(104.0)  # exp(-104) is 0 in float32
+ALL = tl.constexpr(tl.PropagateNan.ALL)
+LEAST, MOST = tl.constexpr(-78.0), tl.constexpr(88.0)  # A_log is used up to these: its exponential is a normal number of float32
 SOFTPLUS, BOUNDED, SIGMOID = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # RAW: how log decays follow from raw gates; 0: none are raw
 
 
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), for all x; NaN for NaN."""
-    x = tl.maximum(x, -FARTHEST, propagate_nan=tl.PropagateNan.ALL)
-    return 1.0 / (1.0 + exp(-tl.minimum(x, FARTHEST, propagate_nan=tl.PropagateNan.ALL)))
+    x = tl.maximum(x, -FARTHEST, propagate_nan=ALL)
+    return 1.0 / (1.0 + exp(-tl.minimum(x, FARTHEST, propagate_nan=ALL)))
 
 
 @triton.jit
@@ -40,13 +42,20 @@ def softplus(x):
     series = 1.0 / 11.0 + y * (1.0 / 13.0 + y * (1.0 / 15.0))
     series = 1.0 / 5.0 + y * (1.0 / 7.0 + y * (1.0 / 9.0 + y * series))
     series = 1.0 + y * (1.0 / 3.0 + y * series)
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + 2.0 * s * series
+    return tl.maximum(x, 0.0, propagate_nan=ALL) + 2.0 * s * series
 
 
 @triton.jit
 def root_of_squares(x):
     """The square root of the sum of squares of x [BK,R], and of EPSILON: [R]."""
     return tl.sqrt(sum_of_rows(x * x) + EPSILON)
+
+
+@triton.jit
+def rate_of(A_log):
+    """exp(A_log), a finite number above 0: so 0 and infinite gates have products with it."""
+    A = tl.maximum(A_log.to(tl.float32), LEAST, propagate_nan=ALL)
+    return exp(tl.minimum(A, MOST, propagate_nan=ALL))
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def gate_of(raw, A_log, dt_bias, h, j, r, raw_t, raw_k, A_log_h, dt_bias_h, dt_b
             x += tl.load(dt_bias + h * dt_bias_h).to(tl.float32)
     rate = 1.0
     if RAW != SIGMOID:
-        rate = exp(tl.load(A_log + h * A_log_h).to(tl.float32))
+        rate = rate_of(tl.load(A_log + h * A_log_h))
     return x, rate
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from ....gpu.decays import CHANNEL, FLOOR, NONE, decayed, exp
 from ....gpu.pending import apply_or_pend, log_decay, nothing_pending
 from ....gpu.tiles import after_loads, rounded, sum_of_rows, tokens_of
-from .raw import SIGMOID, log_decay_of, root_of_squares, sigmoid
+from .raw import SIGMOID, log_decay_of, rate_of, root_of_squares, sigmoid
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def penstock_delta_recurrent(
     bias = 0.0
     if RAW > 0:
         if RAW != SIGMOID:
-            rate = exp(tl.load(A_log + h * A_log_h).to(tl.float32))
+            rate = rate_of(tl.load(A_log + h * A_log_h))
         if BIAS:
             if DECAY == CHANNEL:
                 bias = tl.load(dt_bias + h * dt_bias_h + j * dt_bias_k, mask=there, other=0.0).to(tl.float32)
