@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..call.functions import applied
 from ..call.recompute import again
+from ..tokens.decays import LARGEST
 from ..tokens.dtypes import state_dtype
 from .activations import tanh
 from .chains import Chain, ChainForm, launches, plain
@@ -43,7 +44,7 @@ class _LogSigmoid(NamedTuple):
 
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:
-    """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
+    """The log decay ``-exp(min(bias + x, 80))``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
     return DECAY(_Decay(x.contiguous(), bias))
 
 
@@ -117,7 +118,7 @@ LOW_RANK_DECAY: Chain[_LowRankDecay, Tensor] = Chain(
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
-    return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
+    return -torch.exp((bias.to(dtype).reshape(-1) + x.to(dtype)).clamp(max=LARGEST))
 
 
 def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:

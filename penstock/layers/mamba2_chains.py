@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..call.functions import applied
 from ..call.recompute import again
+from ..tokens.decays import LARGEST
 from ..tokens.dtypes import state_dtype
 from .as_written import altered
 from .chains import Chain, ChainForm, launches, plain
@@ -95,7 +96,7 @@ def time_steps_formula(
     """``time_steps``. The two axes of tokens may be merged."""
     dtype = state_dtype(dt.dtype)
     steps = F.softplus(dt.to(dtype) + dt_bias.to(dtype)).clamp(*limits)
-    return -torch.exp(A_log.to(dtype)) * steps, x * steps[..., None].to(x.dtype), x
+    return -torch.exp(A_log.to(dtype).clamp(max=LARGEST)) * steps, x * steps[..., None].to(x.dtype), x
 
 
 def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then: nn.Module) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
+from ..tokens.decays import LARGEST
 from ..tokens.dtypes import state_dtype
 from .decode import rwkv_step, shifted_norm
 from .halving import last_map
@@ -143,7 +144,7 @@ class RWKV5TimeMix(Mixer):
             if stepped is not None:
                 return output_map(stepped), wkv
         r, k, v = (one.unflatten(-1, heads) for one in rkv)
-        w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
+        w = -torch.exp(self.time_decay.to(state_dtype(r.dtype)).clamp(max=LARGEST)).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
         if gated:
             return norm_gate(output, gate, self.ln_x, output_map, grouped=True), wkv

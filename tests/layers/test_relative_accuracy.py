@@ -15,6 +15,7 @@ from penstock.layers.convolution import ShortConvolution
 from penstock.layers.sequences import Sequences
 from penstock.layers.token_shift import token_shift
 from penstock.recurrence.operators import FAMILY
+from penstock.tokens.decays import LARGEST
 from penstock.tokens.dtypes import state_dtype
 from penstock.tokens.feature_maps import FEATURE_MAPS
 
@@ -39,7 +40,7 @@ EXACT = {
     "tanh": (mp.tanh, lambda x: mp.sech(x) ** 2),
     "softplus": (lambda x: mp.log1p(mp.exp(x)), sigmoid),
     "log sigmoid": (lambda x: -mp.log1p(mp.exp(-x)), lambda x: sigmoid(-x)),
-    "-exp": (lambda x: -mp.exp(x), lambda x: -mp.exp(x)),
+    "-exp": (lambda x: -mp.exp(min(x, LARGEST)), lambda x: -mp.exp(x) if x <= LARGEST else mp.mpf(0)),
 }
 """Each function and its derivative, in as many digits as are wanted."""
 SECOND = {

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ...tokens import decays
 from .few_rows import summed_norm
 from .token_shift import tanh
 
@@ -11,6 +12,7 @@ SILU = tl.constexpr(1)
 TANH = tl.constexpr(2)
 ELU_PLUS_ONE = tl.constexpr(3)
 IDENTITY = tl.constexpr(4)
+LARGEST = tl.constexpr(decays.LARGEST)
 
 
 @triton.jit
@@ -193,6 +195,12 @@ def penstock_relu_squared_bwd(x, dy, dx, size, ROOT: tl.constexpr, BLOCK: tl.con
     tl.store(dx + at, (2 * z * tl.load(dy + at, at < size, other=0.0).to(tl.float32)).to(dx.dtype.element_ty), at < size)
 
 
+@triton.jit
+def limited_exp(x):
+    """exp(min(x, LARGEST)). Keeps NaN."""
+    return tl.exp(tl.where(x > LARGEST, LARGEST, x))
+
+
 @triton.jit(do_not_specialize=["R"])
 def penstock_decay_fwd(
     x,  # [R,C]
@@ -201,7 +209,7 @@ def penstock_decay_fwd(
     R, C,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """w = -exp(bias + x).
+    """w = -exp(min(bias + x, LARGEST)).
 
     Reads x [R,C], bias [C], writes w [R,C]. Program (BR tokens, BC channels).
     """
@@ -210,7 +218,7 @@ def penstock_decay_fwd(
     here = (r < R)[:, None] & (c < C)[None, :]
     at = r.to(tl.int64)[:, None] * C + c[None, :]
     b = tl.load(bias + c, c < C, other=0.0).to(tl.float32)[None, :]
-    tl.store(w + at, -tl.exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b), here)
+    tl.store(w + at, -limited_exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b), here)
 
 
 @triton.jit(do_not_specialize=["R", "each"])
@@ -223,7 +231,7 @@ def penstock_decay_bwd(
     R, C, each,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dx = w dw, dbias = sum_t (w dw)_t, with w recomputed.
+    """dx = w dw, 0 where bias + x is above LARGEST, dbias = sum_t dx_t, with w recomputed.
 
     Reads x, dw [R,C], bias [C]. Writes dx [R,C], dbias [programs,C]. A program has ``each`` blocks of BR tokens and BC channels.
     """
@@ -235,8 +243,9 @@ def penstock_decay_bwd(
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
-        w = -tl.exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b)
-        d = tl.where(here, tl.load(dw + at, here, other=0.0) * w, 0.0)  # w may be infinite
+        z = tl.load(x + at, here, other=0.0).to(tl.float32) + b
+        d = -limited_exp(z) * tl.load(dw + at, here, other=0.0)
+        d = tl.where(z > LARGEST, 0.0, d)
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
         sums += d
     tl.store(dbias + p.to(tl.int64) * C + c, tl.sum(sums, 0), c < C)

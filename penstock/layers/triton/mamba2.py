@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from .few_rows import begin
-from .gates import softplus
+from .gates import limited_exp, softplus
 
 
 @triton.jit
 def _time_step(dt, dt_bias, A_log, at, h, here, heads):
     """For a tile of tokens and heads: dt + dt_bias, its softplus, and -exp(A_log)."""
     raw = tl.load(dt + at, here, other=0.0).to(tl.float32) + tl.load(dt_bias + h, heads, other=0.0).to(tl.float32)
-    return raw, softplus(raw), -tl.exp(tl.load(A_log + h, heads, other=0.0).to(tl.float32))
+    return raw, softplus(raw), -limited_exp(tl.load(A_log + h, heads, other=0.0).to(tl.float32))
 
 
 @triton.jit
