@@ -31,7 +31,7 @@ from torch import Tensor
 from ..call.derivatives import Tensors
 from ..call.implementation import FormVerdict, Implementation, Mode, Upstream
 from ..gpu.sharing import once
-from ..tokens.decays import FASTEST
+from ..tokens.decays import FASTEST, LARGEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
 from ..tokens.sums import by_halves
@@ -44,8 +44,8 @@ EPSILON = 1e-6
 OF_DECAY = ("g", "raw", "A_log", "dt_bias")
 FARTHEST = 1e4
 """exp(-FARTHEST) is 0, in float64, too."""
-RATES, WIDE_RATES = (-78.0, 88.0), (-690.0, 709.0)
-"""A_log is used up to these, in float32 and float64: its exponential and FARTHEST divided by it are finite and not 0."""
+SMALLEST = -78.0
+"""The exponential of a smaller A_log is that of this one: FARTHEST divided by it is finite."""
 SHARED = ("q", "k", "a", "b")
 """Arguments whose heads groups may share."""
 
@@ -83,8 +83,7 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
     if p.variant.raw == "sigmoid":
         return FASTEST * sigmoid(x)
     assert p.A_log is not None
-    slowest, fastest = RATES if dtype == torch.float32 else WIDE_RATES
-    rate = p.A_log.to(dtype).clamp(slowest, fastest).exp()
+    rate = p.A_log.to(dtype).clamp(SMALLEST, LARGEST).exp()
     if "K" in p.variant.decay:
         rate = rate[:, None]
     if p.dt_bias is not None:

@@ -44,7 +44,7 @@ class _LogSigmoid(NamedTuple):
 
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:
-    """The log decay ``-exp(min(bias + x, 80))``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
+    """The log decay ``-exp(min(bias + x, 60))``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
     return DECAY(_Decay(x.contiguous(), bias))
 
 

@@ -14,8 +14,8 @@ from .dtypes import state_dtype
 
 FASTEST = -math.exp(-0.5)
 """The bound of RWKV-7's log decays, -exp(-1/2) sigmoid(x) (Peng et al. 2025, arXiv 2503.14456)."""
-LARGEST = 80.0
-"""Layers compute exp(x) of larger exponents x as exp(80): exp(-exp(80)) is 0 in every dtype, and products with exp(80) are finite."""
+LARGEST = 60.0
+"""The exponential of a larger exponent is that of this one in decays: exp(-exp(60)) is 0, and exp(60) times a gradient is finite."""
 REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
 

@@ -240,7 +240,7 @@ class ActivatedLinear(torch.autograd.Function):
 
 
 class Decay(torch.autograd.Function):
-    """-exp(min(bias + x, 80)) in float32: x [...,C], contiguous, and bias of C elements."""
+    """-exp(min(bias + x, 60)) in float32: x [...,C], contiguous, and bias of C elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, formula: Formula) -> Tensor:

@@ -22,7 +22,7 @@ EPSILON = tl.constexpr(1e-6)
 FASTEST = tl.constexpr(-0.6065306597126334)  # -exp(-1/2)
 FARTHEST = tl.constexpr(104.0)  # exp(-104) is 0 in float32
 ALL = tl.constexpr(tl.PropagateNan.ALL)
-LEAST, MOST = tl.constexpr(-78.0), tl.constexpr(88.0)  # A_log is used up to these: its exponential is a normal number of float32
+LEAST, MOST = tl.constexpr(-78.0), tl.constexpr(60.0)  # A_log is used up to these, SMALLEST and LARGEST of plain PyTorch
 SOFTPLUS, BOUNDED, SIGMOID = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # RAW: how log decays follow from raw gates; 0: none are raw
 
 
@@ -227,7 +227,8 @@ def penstock_delta_raw_bwd(
                 if BIAS:
                     tl.store(biases + share, tl.sum(tl.where(live, of_gate, 0.0), 0))
             if RAW != SIGMOID:
-                tl.store(rates + share, tl.sum(of_rate, 0))
+                A = tl.load(A_log + h * A_log_h)
+                tl.store(rates + share, tl.where((A < LEAST) | (A > MOST), 0.0, tl.sum(of_rate, 0)))
 
 
 @triton.jit(do_not_specialize=["blocks"])
