@@ -31,7 +31,7 @@ from torch import Tensor
 from ..call.derivatives import Tensors
 from ..call.implementation import FormVerdict, Implementation, Mode, Upstream
 from ..gpu.sharing import once
-from ..tokens.decays import FASTEST, LARGEST
+from ..tokens.decays import FASTEST, LARGEST, SMALLEST
 from ..tokens.dtypes import state_dtype
 from ..tokens.sharing import over_groups, repeated
 from ..tokens.sums import by_halves
@@ -42,10 +42,8 @@ P = TypeVar("P", bound=DeltaTokens)
 EPSILON = 1e-6
 """Added to the sum of squares of q and k, as flash-linear-attention and transformers do."""
 OF_DECAY = ("g", "raw", "A_log", "dt_bias")
-FARTHEST = 1e4
-"""exp(-FARTHEST) is 0, in float64, too."""
-SMALLEST = -78.0
-"""The exponential of a smaller A_log is that of this one: FARTHEST divided by it is finite."""
+STRONGEST = 1e4
+"""exp(-STRONGEST) is 0, in float64, too."""
 SHARED = ("q", "k", "a", "b")
 """Arguments whose heads groups may share."""
 
@@ -92,8 +90,8 @@ def log_decay(p: DeltaTokens, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(rate: Tensor, x: Tensor) -> Tensor:
-    """Rate times x between ``-FARTHEST`` and ``FARTHEST``: products of larger numbers and derivatives of 0 would give NaN."""
-    limit = FARTHEST / rate.detach()
+    """Rate times x between ``-STRONGEST`` and ``STRONGEST``: products of larger numbers and derivatives of 0 would give NaN."""
+    limit = STRONGEST / rate.detach()
     return rate * x.clamp(-limit, limit)
 
 

@@ -16,6 +16,8 @@ FASTEST = -math.exp(-0.5)
 """The bound of RWKV-7's log decays, -exp(-1/2) sigmoid(x) (Peng et al. 2025, arXiv 2503.14456)."""
 LARGEST = 60.0
 """The exponential of a larger exponent is that of this one in decays: exp(-exp(60)) is 0, and exp(60) times a gradient is finite."""
+SMALLEST = -78.0
+"""The exponential of a smaller A_log is that of this one: numbers up to 1e4 divided by it are finite in float32."""
 REMEDY = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
 
 

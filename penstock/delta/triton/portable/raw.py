@@ -17,12 +17,13 @@ import triton.language as tl
 
 from ....gpu.decays import CHANNEL, exp
 from ....gpu.tiles import sum_of_rows
+from ....tokens import decays
 
 EPSILON = tl.constexpr(1e-6)
-FASTEST = tl.constexpr(-0.6065306597126334)  # -exp(-1/2)
+FASTEST = tl.constexpr(decays.FASTEST)
 FARTHEST = tl.constexpr(104.0)  # exp(-104) is 0 in float32
 ALL = tl.constexpr(tl.PropagateNan.ALL)
-LEAST, MOST = tl.constexpr(-78.0), tl.constexpr(60.0)  # A_log is used up to these, SMALLEST and LARGEST of plain PyTorch
+SMALLEST, LARGEST = tl.constexpr(decays.SMALLEST), tl.constexpr(decays.LARGEST)
 SOFTPLUS, BOUNDED, SIGMOID = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # RAW: how log decays follow from raw gates; 0: none are raw
 
 
@@ -54,8 +55,8 @@ def root_of_squares(x):
 @triton.jit
 def rate_of(A_log):
     """exp(A_log), a finite number above 0: so 0 and infinite gates have products with it."""
-    A = tl.maximum(A_log.to(tl.float32), LEAST, propagate_nan=ALL)
-    return exp(tl.minimum(A, MOST, propagate_nan=ALL))
+    A = tl.maximum(A_log.to(tl.float32), SMALLEST, propagate_nan=ALL)
+    return exp(tl.minimum(A, LARGEST, propagate_nan=ALL))
 
 
 @triton.jit
@@ -228,7 +229,7 @@ def penstock_delta_raw_bwd(
                     tl.store(biases + share, tl.sum(tl.where(live, of_gate, 0.0), 0))
             if RAW != SIGMOID:
                 A = tl.load(A_log + h * A_log_h)
-                tl.store(rates + share, tl.where((A < LEAST) | (A > MOST), 0.0, tl.sum(of_rate, 0)))
+                tl.store(rates + share, tl.where((A < SMALLEST) | (A > LARGEST), 0.0, tl.sum(of_rate, 0)))
 
 
 @triton.jit(do_not_specialize=["blocks"])
