@@ -84,6 +84,7 @@ class Mamba2(Mixer):
         y = W_{out} RMSNorm((o + D x) \cdot silu(z))
 
     The scale is 1. The norm is over each of the G groups. dt and g are computed in float32 for float16 and bfloat16 models.
+    A_log above 60 counts as 60.
 
     >>> y, state = Mamba2Config(num_heads=4, head_dim=8, state_size=16).build(hidden_size=16)(torch.randn(1, 5, 16))
     >>> state.tail.shape, state.ssm.shape

@@ -30,6 +30,7 @@ def time_steps(
 
     dt : Tensor [B,T,H]
     dt_bias, A_log : Tensor [H]
+        A_log above 60 counts as 60.
     x : Tensor [B,T,H,V]
     limits : (float, float)
         The range of the steps.

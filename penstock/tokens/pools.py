@@ -41,7 +41,7 @@ def one_token(signature: Signature, tensors: Sequence[Tensor | None]) -> tuple[b
 
     Raises if a sequence has more than ``STEP_TOKENS`` tokens, or if another tensor has the axis and q has not.
     """
-    q, v, found, timed = tensors[0], tensors[2], list(tensors), []
+    q, found, timed = tensors[0], list(tensors), []
     if not isinstance(q, Tensor) or q.dim() != 3:
         if isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
             complaints = Complaints(signature.function)
@@ -52,8 +52,8 @@ def one_token(signature: Signature, tensors: Sequence[Tensor | None]) -> tuple[b
         if isinstance(x, Tensor) and "T" in axes and not x.is_nested:
             if x.dim() == len(axes) - 1:
                 found[place] = x.unsqueeze(1)
-            elif x.dim() == len(axes) and (len(axes) == 4 or (isinstance(v, Tensor) and x.shape[2:] == v.shape[-2:-1])):
-                timed.append((name, list(x.shape)))  # three axes could be those of another variant's decays
+            elif x.dim() == len(axes) and (len(axes) == 4 or x.shape[1] == 1):  # three axes could be those of a decay per channel
+                timed.append((name, list(x.shape)))
     if timed:
         complaints = Complaints(signature.function)
         for name, shape in timed:

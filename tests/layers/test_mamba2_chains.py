@@ -72,6 +72,21 @@ def test_gradients_at_the_limits_of_steps_are_those_of_torch():
         assert torch.equal(d_bias, d_dt.flatten())
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of NumPy, by the interpreter
+def test_gradients_of_rates_beyond_the_limit_are_those_of_the_formula():
+    """A_log above 60 counts as 60: it has no gradient. With dt_bias as far below 0 the log decays are not 0."""
+    A_log, dt, x = torch.tensor([-150.0, 0.0, 59.0, 62.0, 150.0]), normal(1, 4, 5), normal(1, 4, 5, 8)
+    found = []
+    for function in (time_steps, lambda *given: mamba2_chains.time_steps_formula(*given[:4], limits=given[4])):
+        given = [one.clone().requires_grad_() for one in (dt, -A_log.clamp(min=0.0), A_log, x)]
+        g, v, _ = function(*given, (0.0, math.inf))
+        found.append(torch.autograd.grad(g.sum() * 1e4 + v.sum(), given))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert found[0][2][3:].eq(0).all()
+    assert found[0][2][1:3].ne(0).all()
+
+
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
 def test_some_results_of_time_steps(used):
     """Gradients of the others are None; second derivatives are those of the formula."""

@@ -77,10 +77,12 @@ def test_no_input_has_an_axis_of_tokens_that_q_lacks(variant, name):
     rejected(ps.ShapeError, given, said, variant=variant)
 
 
+@pytest.mark.parametrize("K", [K, H])
 @pytest.mark.parametrize("variant", ["simple_gla", "gated_delta_rule"])
-def test_a_decay_of_channels_is_none_of_heads(variant):
+def test_a_decay_of_channels_is_none_of_heads(variant, K):
+    """With as many channels as heads, too: its first channel would be decays of heads."""
     given = {"q": torch.zeros(N, H, K), "k": torch.zeros(N, H, K), "v": torch.zeros(N, H, V), "state": torch.zeros(N, H, K, V)}
-    said = f"decode_step({variant!r}): g must be of shape [B,T,H] = [3, 1, 2], got [3, 2, 4]."
+    said = f"decode_step({variant!r}): g must be of shape [B,T,H] = [3, 1, 2], got [3, 2, {K}]."
     beta = {"beta": torch.zeros(N, H)} if variant in OF_DELTA else {}
     rejected(ps.ShapeError, given | beta | {"g": torch.zeros(N, H, K)}, said, variant=variant)
 

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from .few_rows import begin
-from .gates import limited_exp, softplus
+from .gates import LARGEST, limited_exp, softplus
 
 
 @triton.jit
 def _time_step(dt, dt_bias, A_log, at, h, here, heads):
-    """For a tile of tokens and heads: dt + dt_bias, its softplus, and -exp(A_log)."""
+    """For a tile of tokens and heads: dt + dt_bias, its softplus, and -exp(min(A_log, LARGEST))."""
     raw = tl.load(dt + at, here, other=0.0).to(tl.float32) + tl.load(dt_bias + h, heads, other=0.0).to(tl.float32)
     return raw, softplus(raw), -limited_exp(tl.load(A_log + h, heads, other=0.0).to(tl.float32))
 
@@ -31,7 +31,7 @@ def penstock_time_steps_fwd(
     R, H, dt_r, x_r, low, high,
     V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(A_log) step, v = x step.
+    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(min(A_log, LARGEST)) step, v = x step.
 
     Reads dt [R,H], dt_bias, A_log [H], x [R,H,V]. Writes g [R,H], v [R,H,V]. Program (BR tokens, BH heads).
     """
@@ -62,7 +62,8 @@ def penstock_time_steps_bwd(
     R, H, dt_r, x_r, low, high, each,
     ADD: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d step = -exp(A_log) dg + rowsum(x o dv), d_dt = d step step', dx = step dv, dA = sum_t g dg. ADD: add ``further`` to dx.
+    """d step = A dg + rowsum(x o dv), A = -exp(min(A_log, LARGEST)), d_dt = d step step', dx = step dv, dA = sum_t g dg. ADD: add
+    ``further`` to dx. dA is 0 where A_log is above LARGEST.
 
     Reads dt, dg [R,H], x, dv [R,H,V]. Writes d_dt [R,H], dx [R,H,V], d_bias, dA [programs,H]. A program has ``each`` blocks of BR tokens of
     BH heads.
@@ -98,7 +99,8 @@ def penstock_time_steps_bwd(
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     to = p.to(tl.int64) * H + h
     tl.store(d_bias + to, tl.sum(tl.reshape(bias_sums, [BR, BH]), 0), h < H)
-    tl.store(dA + to, tl.sum(tl.reshape(A_sums, [BR, BH]), 0), h < H)
+    limited = tl.load(A_log + h, h < H, other=0.0) > LARGEST
+    tl.store(dA + to, tl.where(limited, 0.0, tl.sum(tl.reshape(A_sums, [BR, BH]), 0)), h < H)
 
 
 @triton.jit
